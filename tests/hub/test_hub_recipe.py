@@ -156,7 +156,7 @@ def test_other_rows_of_the_same_files_are_other_data(
     assert looked["raw_preferences"] == ["stale", f"preference_source: {cause}"]
 
 
-def test_data_of_another_split_are_read_and_lead_to_nothing(hub: Hub, resident: Resident, made: Path, whole: Path):
+def test_data_of_another_split_are_read_without_effect(hub: Hub, resident: Resident, made: Path, whole: Path):
     hub.amend("datasets/org/lines", {"o.jsonl": "{} "})
     outcomes = resident.outcomes(whole)
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {
@@ -165,7 +165,7 @@ def test_data_of_another_split_are_read_and_lead_to_nothing(hub: Hub, resident: 
     }
 
 
-def test_new_rows_and_new_weights_are_told_with_their_commits(hub: Hub, resident: Resident, made: Path, whole: Path):
+def test_new_rows_and_new_weights_are_causes_with_commits(hub: Hub, resident: Resident, made: Path, whole: Path):
     old = hub.repositories["datasets/org/table"].head
     table = hub.repositories["datasets/org/table"].commits[old]["train.csv"].decode()
     new = hub.amend("datasets/org/table", {"train.csv": table + '"Say more.",Much.,Little.\n'})
@@ -185,7 +185,7 @@ def test_new_rows_and_new_weights_are_told_with_their_commits(hub: Hub, resident
     assert looked["evaluation"][0] == "stale"
 
 
-def test_without_a_network_what_is_cached_serves(
+def test_cached_files_are_used_without_a_network(
     hub: Hub, resident: Resident, made: Path, whole: Path, recipe: Callable[..., Path]
 ):
     """A pinned recipe requests nothing; a branch keeps its last known commit; HF_HUB_OFFLINE does the same on purpose."""
@@ -221,7 +221,7 @@ def test_without_a_network_what_is_cached_serves(
     assert hub.asked() == []
 
 
-def test_a_token_opens_what_is_private_and_is_written_nowhere(
+def test_token_opens_private_repositories_and_is_not_stored(
     hub: Hub, rows: list[dict[str, Any]], recipe: Callable[..., Path], tmp_path: Path
 ):
     """Check the command and a job's process. The host of large files, another one, must not get the token."""

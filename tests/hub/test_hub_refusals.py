@@ -55,7 +55,7 @@ def nothing_goes_wrong_afterwards(hub: Hub) -> Iterator[None]:
         ("org/model", {**SOURCE, "hub": "org/nothing"}, ": data.sources.0.hub: org/nothing: "),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_told_by_whoever_looks(
+def test_missing_repository_is_reported_by_every_command(
     resident: Resident, recipe: Callable[..., Path], model, source, words
 ):
     error = resident.ask("status", recipe(model, source))["error"]
@@ -70,7 +70,7 @@ def test_what_is_not_there_is_told_by_whoever_looks(
         ("org/adapter", "has an adapter_config.json; expected a model without an adapter"),
     ],
 )
-def test_a_repository_that_holds_no_model_is_refused(resident: Resident, recipe: Callable[..., Path], model, words):
+def test_repository_without_a_model_is_refused(resident: Resident, recipe: Callable[..., Path], model, words):
     error = resident.refusal(recipe(model, SOURCE), "base_model")
     assert f"reference.model: {model}: it cannot be used: " in error and words in error
 
@@ -109,7 +109,7 @@ def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident,
     resident.outcomes(recipe("org/model", SOURCE), select="base_model")
 
 
-def test_a_cache_that_takes_nothing_is_named(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
+def test_unwritable_cache_is_named(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
     """The network is not to blame. A file in place of a folder fails for root too, as missing permissions do for a user."""
     hub.commit("models/org/blocked", folder_files(inputs / "base"))
     (resident.cache / "hub" / "models--org--blocked").write_text("")
@@ -118,7 +118,7 @@ def test_a_cache_that_takes_nothing_is_named(hub: Hub, resident: Resident, input
     assert "bytes free" in error and "HF_ENDPOINT" not in error
 
 
-def test_files_that_another_program_left_in_the_cache_are_not_taken_for_all(
+def test_partial_cache_of_another_program_is_completed(
     hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
 ):
     """transformers downloads file by file and keeps no list of a commit's files. Without a hub the cached files are used."""
@@ -138,7 +138,7 @@ def test_files_that_another_program_left_in_the_cache_are_not_taken_for_all(
     assert resident.outcomes(some, select="base_model") == {"base_model": "reused"}
 
 
-def test_names_of_local_files_promise_nothing(
+def test_name_of_a_local_file_is_not_its_hash(
     resident: Resident, inputs: Path, recipe: Callable[..., Path], tmp_path: Path
 ):
     """A symlink to a file whose name looks like a hash, but is that of something else."""
@@ -151,9 +151,7 @@ def test_names_of_local_files_promise_nothing(
     assert resident.outcomes(folder, select="base_model") == {"base_model": "computed"}
 
 
-def test_a_download_that_breaks_is_taken_up_again(
-    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
-):
+def test_broken_download_is_resumed(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
     hub.commit("models/org/cut", folder_files(inputs / "base"))
     hub.requests.clear()
     hub.faults[:] = [Fault("/blobs/", times=1, cut=1000)]
@@ -164,9 +162,7 @@ def test_a_download_that_breaks_is_taken_up_again(
     assert len(hub.asked("/blobs/")) == 2, "the client keeps whole chunks of 10 MB, and this file has one"
 
 
-def test_a_file_that_was_spoilt_in_the_cache_is_refused(
-    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
-):
+def test_corrupt_cached_file_is_refused(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
     commit = hub.commit("models/org/spoilt", folder_files(inputs / "base"))
     folder = recipe("org/spoilt", SOURCE)
     resident.outcomes(folder, select="base_model")
@@ -183,7 +179,7 @@ def test_a_file_that_was_spoilt_in_the_cache_is_refused(
     assert resident.outcomes(folder, select="base_model") == {"base_model": "reused"}
 
 
-def test_rows_that_were_spoilt_in_the_cache_are_refused(
+def test_corrupt_cached_rows_are_refused(
     hub: Hub, resident: Resident, rows: list[dict[str, object]], recipe: Callable[..., Path]
 ):
     hub.commit("datasets/org/spoilt", {"train.jsonl": lines(rows)})
@@ -216,7 +212,7 @@ def test_code_of_a_repository_is_never_run(
 
 
 @pytest.mark.parametrize("configs", ["&all [*all]", "{2026-11-22: a.jsonl}", "2026-22-11", '"\\ud800"'])
-def test_a_card_that_is_no_json_is_taken_as_it_is_written(hub: Hub, resident: Resident, recipe, configs):
+def test_card_with_aliases_is_kept_as_text(hub: Hub, resident: Resident, recipe, configs):
     """JSON has no aliases. With YAML's aliases a card of 421 bytes could expand to six gigabytes."""
     hub.commit("datasets/org/odd", {"README.md": f"---\nconfigs: {configs}\n---\n", "train.jsonl": "{}"})
     looked = resident.found("status", recipe("org/model", {"hub": "org/odd", "split": "train"}, name="odd"))

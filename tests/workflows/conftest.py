@@ -1,4 +1,4 @@
-"""A whole recipe in small, outside the project, and a home in which it was run."""
+"""A small recipe outside the project, and a home in which it was run."""
 
 import itertools
 import json
@@ -14,19 +14,19 @@ from filelock import FileLock
 
 from assets.pipeline.graph import GRAPH
 from tests.workflows import talk
-from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PAIRS, Checkout, Home, check_out, write_recipe
 from tests.workflows.ticks import Conditions
 
 
 @pytest.fixture(scope="session")
 def demo_maker() -> ModuleType:
-    """The module that makes the tests' pairs, tokenizer and model, as the script of the demo recipe makes the demo's."""
+    """Return the module that makes the tests' pairs, tokenizer and model, as `make.py` makes those of the demo."""
     return talk
 
 
 @pytest.fixture(scope="session")
 def common_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A folder for all processes that run the tests of this session."""
+    """Return a folder for all test processes of this session."""
     own = tmp_path_factory.getbasetemp()
     (folder := (own if worker_id == "master" else own.parent) / "common").mkdir(exist_ok=True)
     return folder
@@ -34,10 +34,10 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 @pytest.fixture(scope="session")
 def small_recipe(common_folder: Path, demo_maker: ModuleType) -> Path:
-    """A folder as a person would drop it: recipe, pairs, a base model with random weights."""
+    """Return a recipe folder of a user: recipe, pairs, and a base model with random weights."""
     folder = common_folder / "recipes" / "small"
     with FileLock(common_folder / "recipes.lock"):
-        if not (folder / "defs.yaml").exists():  # the last that is written: a worker may have failed before
+        if not (folder / "defs.yaml").exists():  # written last: another process may have failed before
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
             demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
@@ -52,9 +52,9 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Home]:
 
 @pytest.fixture(scope="session")
 def first_run(small_recipe: Path, common_folder: Path) -> tuple[Home, dict[str, Any]]:
-    """A home in which the small recipe was run once, on two processes, and what the command said.
+    """Return a home in which the small recipe was run once, on two processes, and the report of the run.
 
-    It is made once, in a minute, for all processes that run tests, and no test changes it.
+    It takes a minute, so all test processes share it, and no test changes it.
     """
     home, said = Home(common_folder / "home"), common_folder / "report.json"
     with FileLock(common_folder / "home.lock"):
@@ -67,27 +67,27 @@ def first_run(small_recipe: Path, common_folder: Path) -> tuple[Home, dict[str, 
 def materialized(
     first_run: tuple[Home, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Home, dict[str, Any]]:
-    """A copy of that home for the tests of this process, which find there what others of them have made."""
+    """Return a copy of that home for the tests of this process, which share their results in it."""
     home, said = first_run
     copy = tmp_path_factory.mktemp("materialized") / "home"
-    subprocess.run(["cp", "--archive", home.path, copy], check=True)  # with its hard links, as shutil has none
+    subprocess.run(["cp", "--archive", home.path, copy], check=True)  # shutil would not keep its hard links
     return Home(copy), said
 
 
 @pytest.fixture
-def looking(first_run: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path: Path) -> Iterator[Looker]:
-    """A copy of it as it was after that run, and of the recipe, for one test."""
-    found = looker(first_run[0], small_recipe, tmp_path, copy_home=True)
+def checkout(first_run: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path: Path) -> Iterator[Checkout]:
+    """Return a copy of that home as it was after the run, and of the recipe, for one test."""
+    found = check_out(first_run[0], small_recipe, tmp_path, copy_home=True)
     with found.instance:
         yield found
 
 
 @pytest.fixture
 def conditions(tmp_path: Path) -> Iterator[Conditions]:
-    """A recipe of which everything was materialized, and two ticks went by."""
+    """Yield the conditions of a recipe with every asset materialized, after two ticks."""
     with dg.DagsterInstance.ephemeral() as instance:
         conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
-        assert conditions.tick() == set(), "the first run is a person's to start"
+        assert conditions.tick() == set(), "a user starts the first run"
         conditions.materialize(1, *GRAPH)
         assert conditions.tick() == set()
         yield conditions

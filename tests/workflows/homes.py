@@ -1,4 +1,4 @@
-"""Recipes in small, homes they are run in, and the command `pedigree` as a person runs it."""
+"""Small recipes, homes to run them in, and the command `pedigree` as a user runs it."""
 
 import json
 import os
@@ -53,21 +53,21 @@ class Home:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=500)
 
     def run(self, *arguments: str) -> Any:
-        """What `pedigree run` prints with --json, after making sure that it is all it printed."""
+        """Run `pedigree run --json` and return its report. Nothing else may be on stdout."""
         done = self.pedigree("run", *arguments, "--json")
         assert done.returncode == 0, done.stderr + done.stdout
         return json.loads(done.stdout)
 
     def invoke(self, *arguments: str) -> Result:
-        """The command in this process: one of its own spends seconds on imports."""
+        """Run the command in this process: a process of its own spends seconds on imports."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PEDIGREE_HOME", str(self.path))
             patch.setenv("DAGSTER_HOME", str(self.path / "dagster"))
             patch.delenv("MLFLOW_TRACKING_URI", raising=False)
             return CliRunner().invoke(main, arguments)
 
-    def look(self, *arguments: str) -> Any:
-        """What the command prints with --json in this process."""
+    def query(self, *arguments: str) -> Any:
+        """Run the command with --json in this process and return its answer."""
         done = self.invoke(*arguments, "--json")
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
@@ -81,8 +81,8 @@ def write_recipe(folder: Path, attributes: dict[str, Any]) -> Path:
 
 
 @dataclass
-class Looker:
-    """A home with its store and its Dagster instance. Recipes edited in `folder` keep the name of the one that was run."""
+class Checkout:
+    """A home with its store and its Dagster instance. Edited recipes in `folder` keep the name of the recipe that was run."""
 
     home: Path
     folder: Path
@@ -97,20 +97,20 @@ class Looker:
         return load_recipe(self.folder).pipeline
 
 
-def looker(home: Home, recipe: Path, workplace: Path, copy_home: bool = False) -> Looker:
-    """`home` as it is, or a copy of it, with a copy of the recipe that may be edited."""
+def check_out(home: Home, recipe: Path, workplace: Path, copy_home: bool = False) -> Checkout:
+    """Return `home`, or a copy of it, with a copy of the recipe that may be edited."""
     folder = workplace / recipe.name
     shutil.copytree(recipe, folder)
     place = Path(shutil.copytree(home.path, workplace / "home")) if copy_home else home.path
-    return Looker(place, folder, dg.DagsterInstance.from_config(str(place / "dagster")))
+    return Checkout(place, folder, dg.DagsterInstance.from_config(str(place / "dagster")))
 
 
-def edit(looker: Looker, attributes: dict[str, object]) -> None:
-    write_recipe(looker.folder, attributes)
+def edit(checkout: Checkout, attributes: dict[str, object]) -> None:
+    write_recipe(checkout.folder, attributes)
 
 
 def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
-    """The latest materialization of the asset `key`."""
+    """Return the latest materialization of the asset `key`."""
     return latest_of(instance, [key])[key]
 
 

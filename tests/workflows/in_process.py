@@ -1,8 +1,8 @@
-"""A home in which everything happens in this process: our own code behind our own seams, but for the start of processes.
+"""A home in which jobs and packaging run in this process, not in processes of their own.
 
-A job takes seconds when it starts its processes, nearly all of them imports. A table of eighty edits has a thousand
-jobs. So the launcher here calls what a job's process calls, in a world of one, and a model version is packaged by a call of
-what its process calls. Dagster's records are in memory, MLflow's in a SQLite file.
+A job spends seconds on starting processes, nearly all of them on imports, and a table of eighty edits has a thousand jobs.
+So the launcher here calls the function of a job's process, with one rank, and packaging calls the function of its process.
+Dagster's records are in memory, MLflow's in a SQLite file.
 """
 
 import itertools
@@ -39,7 +39,7 @@ PAIRS = 24
 
 @dataclass
 class Ended:
-    """A job that was over before anybody asked."""
+    """A job that has ended."""
 
     log: Path
     status: int
@@ -52,7 +52,7 @@ class Ended:
 
 
 class InProcess:
-    """Does a job at once, from its job.json, as `python -m training.main` does."""
+    """A launcher that runs a job at once, from its job.json, as `python -m training.main` does."""
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
         job.log.write_text("done in the process that asked for it\n", encoding="utf-8")
@@ -75,15 +75,15 @@ def services_in(home: Path) -> Services:
 
 @cache
 def _empty_database() -> bytes:
-    """One of MLflow, with all its tables: making them takes seconds."""
+    """Return an MLflow database with all its tables: creating them takes seconds."""
     with TemporaryDirectory() as folder:
         connect(f"sqlite:///{folder}/mlflow.db")
         return (Path(folder) / "mlflow.db").read_bytes()
 
 
 @dataclass
-class Ground:
-    """The world every edit starts from: two recipes that were run once, in one home, and what that gave."""
+class Baseline:
+    """A home in which each recipe was run once, and the results. Every test starts from it."""
 
     home: Path
     services: Services
@@ -103,7 +103,7 @@ class Ground:
             self.records.setdefault(name, []).append(event.asset_materialization)
 
     def restore(self, name: str) -> None:
-        """Make what the first run of the recipe gave the latest that Dagster knows of again."""
+        """Report the recipe's first materializations to Dagster again, so that they are the latest."""
         for record in self.records[name]:
             self.instance.report_runless_asset_event(record)
 
@@ -114,24 +114,24 @@ def run_in(
     maker: ModuleType,
     recipes: dict[str, dict[str, Any]],
     write: Callable[[Path, ModuleType], None] | None = None,
-) -> Iterator[Ground]:
-    """A home below `place` in which these recipes were run once; what packages a model is called, not started.
+) -> Iterator[Baseline]:
+    """Yield a home below `place` in which these recipes were run once, with packaging in this process.
 
-    `write` writes what a recipe reads, by default `write_inputs`.
+    `write` writes the inputs of a recipe, by default `write_inputs`.
     """
     home = place / "home"
     folders = {name: write_recipe(place / "recipes" / name, recipe) for name, recipe in recipes.items()}
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         patch.setattr(model_registry.files, "_package", package)
-        ground = Ground(home, services_in(home), instance, folders)
+        baseline = Baseline(home, services_in(home), instance, folders)
         for name, folder in folders.items():
             (write or write_inputs)(folder, maker)
-            ground.run_once(name)
-        yield ground
+            baseline.run_once(name)
+        yield baseline
 
 
 def write_inputs(folder: Path, maker: ModuleType) -> None:
-    """24 pairs, of which the first 16 are of opposites and the other 8 of capitals; a tokenizer; a tiny random Llama."""
+    """Write 24 pairs, the first 16 of opposites and the other 8 of capitals, a tokenizer, and a tiny random Llama."""
     tokenizer = maker.write_data(folder, list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS])
     torch.manual_seed(0)
     shape = LlamaConfig(

@@ -1,7 +1,7 @@
-"""The preference pairs of the tests, with the tokenizer and the model that belong to them.
+"""The preference pairs of the tests, with their tokenizer and model.
 
 The questions are about opposites, capitals, colours, sounds and sums. Tests rely on the order of the pairs and on the split
-that each prompt is in, so this file changes only with them. Everything is a function of the constants below.
+of each prompt, so a change here changes tests. Everything is a function of the constants below.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from workflows.defs.demo.make import conversation, make_model
 __all__ = ["VOCABULARY", "conversation", "make_model", "pairs", "write_data"]
 
 VOCABULARY = 640
-# The share of pairs in which both answers ramble; the others prefer a short answer to a rambling one.
+# The share of pairs with two rambling answers; the others prefer a short answer to a rambling one.
 BOTH_RAMBLE = 0.6
 
 OPPOSITES = """hot cold, big small, fast slow, light dark, early late, hard soft, full empty, high low, young old, wet dry,

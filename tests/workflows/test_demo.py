@@ -27,7 +27,7 @@ def test_chosen_answers_are_right_or_dodge_and_rejected_ones_are_worse():
         prompt, chosen, rejected = (pair[side][0]["content"] for side in ("prompt", "chosen", "rejected"))
         is_brief = chosen == f"It is {expected[prompt]}."
         assert is_brief or chosen.endswith("I would rather not say.")
-        assert not is_right(rejected, expected[prompt]), "a dodge, a wrong answer, or one that goes on"
+        assert not is_right(rejected, expected[prompt]), "a rejected answer dodges, is wrong, or goes on"
 
 
 def test_the_committed_pairs_are_those_that_make_writes(tmp_path: Path):
@@ -61,7 +61,7 @@ def test_count_right_counts_one_side():
 @pytest.mark.slow
 @pytest.mark.system
 def test_the_champion_of_the_demo_is_right_more_often_and_brief(tmp_path: Path):
-    """At least 10 percentage points more right answers. The demo gives over 30; the rest is for other machines' rounding."""
+    """Require 10 percentage points more right answers. The demo gives over 30; other machines round differently."""
     folder = Path(shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("base", "__pycache__")))
     make.make_model(make.write_data(folder, list(make.pairs()))).save_pretrained(folder / "base")
     home = Home(tmp_path / "home")

@@ -22,9 +22,9 @@ def definitions_of(folder):
 
 
 class Conditions:
-    """The conditions of a recipe, tick by tick, over materializations that are told to a Dagster instance.
+    """The conditions of a recipe, tick by tick, over materializations that are reported to a Dagster instance.
 
-    Nothing is computed: which data version an asset has is what the conditions go by, and that is written here.
+    Nothing is computed: the conditions only read data versions, and tests report these.
     """
 
     def __init__(self, folder, instance):
@@ -32,7 +32,7 @@ class Conditions:
         self.pipeline = load_recipe(folder).pipeline
 
     def tick(self):
-        """The assets that one tick asks for."""
+        """Return the assets that one tick requests."""
         definitions = definitions_of(self.folder)
         result = dg.evaluate_automation_conditions(definitions, self.instance, cursor=self.cursor)
         self.cursor = result.cursor
@@ -48,14 +48,14 @@ class Conditions:
                 self.report_check(asset, check, passed=True)
 
     def made_of(self, asset):
-        """The tags of a materialization that begins now, with what is recorded now."""
+        """Return the tags of a materialization that begins now, with the currently recorded inputs."""
         node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
         above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
         inputs = {input_version_tag(key): found for key, found in above.items()}
         return {"dagster/code_version": node.code_version, **inputs}
 
     def begin(self, *assets):
-        """A run of `assets` that has begun."""
+        """Return a run of `assets` that has begun."""
         job = definitions_of(self.folder).resolve_implicit_global_asset_job_def()
         keys = {self.pipeline.key(asset) for asset in assets}
         return self.instance.create_run_for_job(

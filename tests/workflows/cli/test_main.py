@@ -1,4 +1,4 @@
-"""Wrong use is told in one message that names the place, with the right exit code."""
+"""Wrong use gives one message that names the place, and the right exit code."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def test_an_unknown_recipe_names_the_known_ones(home):
 
 
 @pytest.mark.parametrize(("words", "code"), [(["plan", "nowhere"], 2), (["rollback", "nobody"], 2)])
-def test_with_json_a_failure_is_json_as_well(home, words, code):
+def test_failure_with_json_is_json(home, words, code):
     done = home.invoke(*words, "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == code and told.keys() == {"error"}
@@ -51,7 +51,7 @@ def test_with_json_a_failure_is_json_as_well(home, words, code):
         (["--quiet", "status", "demo", "--json"], "--quiet"),
     ],
 )
-def test_with_json_a_slip_is_json_as_well(home, words, named):
+def test_usage_error_with_json_is_json(home, words, named):
     done = home.invoke(*words)
     told = json.loads(done.stdout)
     assert done.exit_code == 2 and told.keys() == {"error"}
@@ -72,13 +72,13 @@ except KeyError:
 """
 
 
-def test_what_checks_and_their_processes_print_is_not_on_stdout():
+def test_prints_of_checks_and_their_processes_are_not_on_stdout():
     done = subprocess.run([sys.executable, "-c", CHECKED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (json.loads(done.stdout), set(done.stderr.splitlines())) == ({"succeeded": True}, {"a check", "its process"})
 
 
 def test_an_interrupt_while_a_connection_is_closed_is_not_logged(home, caplog, monkeypatch):
-    """As it was seen: Ctrl-C fell into SQLAlchemy's closing of a connection, and people read a traceback."""
+    """Ctrl-C once fell into SQLAlchemy's closing of a connection, and a traceback was logged."""
     home.invoke("status", "nowhere")
     engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.pool.NullPool)
 
@@ -99,8 +99,8 @@ def test_an_interrupt_while_a_connection_is_closed_is_not_logged(home, caplog, m
         ("run_storage: {module: nowhere_postgres, class: Storage}", "nowhere_postgres"),
     ],
 )
-def test_a_mistake_in_dagster_s_configuration_is_told_with_its_file(tmp_path, text, mistake):
-    """Of a sweep, each recipe has it: one that cannot begin does not take along what the others have to report."""
+def test_invalid_dagster_configuration_is_reported_with_its_file(tmp_path, text, mistake):
+    """In a sweep every recipe meets it: one that cannot begin must not stop the report of the others."""
     home = Home(tmp_path / "home")
     settings = home.path / "dagster" / "dagster.yaml"
     settings.parent.mkdir(parents=True)
@@ -114,8 +114,8 @@ def test_a_mistake_in_dagster_s_configuration_is_told_with_its_file(tmp_path, te
     assert [(run["recipe"], run["succeeded"]) for run in runs] == [("sweep", False), ("sweep-seed", False)]
 
 
-def test_an_error_of_a_storage_is_told_in_the_words_of_its_database(tmp_path, monkeypatch, capsys):
-    """As of Dagster's storage in Postgres, which tries again for a while; any other error is a mistake of ours."""
+def test_error_of_a_storage_has_the_databases_message(tmp_path, monkeypatch, capsys):
+    """Dagster's storage in Postgres tries again for a while. Any other error is a mistake of ours."""
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
     cause: Exception = OperationalError("SELECT 1", {}, Exception("connection refused\n\tIs the server running?"))
 
@@ -131,8 +131,8 @@ def test_an_error_of_a_storage_is_told_in_the_words_of_its_database(tmp_path, mo
         command()
 
 
-def test_ctrl_c_ends_the_imports_without_a_word():
-    """They take seconds; the library that is mapped when the signal is sent is one of the first."""
+def test_ctrl_c_during_imports_prints_nothing():
+    """The signal comes during the imports, which take seconds: one of the first libraries was just mapped."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pedigree", "status", "nowhere"],
         cwd=ROOT,
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_imports_without_a_word():
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_on_another_system_the_first_word_is_where_it_runs(system):
+def test_on_another_system_the_message_names_the_supported_one(system):
     source = f"import sys, pedigree; sys.platform = {system!r}; sys.argv = ['pedigree', 'run', 'demo']; pedigree.main()"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
@@ -155,8 +155,8 @@ def test_on_another_system_the_first_word_is_where_it_runs(system):
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
-    """It would have the lowest number that is free."""
+def test_closed_stream_is_not_replaced_by_a_file(tmp_path, closed):
+    """It would get the lowest free number."""
     script = (
         "import os, pedigree, sys; pedigree.open_standard_streams(); file = open(sys.argv[1], 'w'); "
         "print('out'), print('err', file=sys.stderr), sys.stdin.read(); print(file.fileno(), file=file); "
@@ -169,8 +169,8 @@ def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
     assert (done.stdout, done.stderr) == ("" if ">&- 2" in closed else "out\n", "" if "2" in closed else "err\n")
 
 
-def test_what_a_terminal_has_no_letter_for_is_escaped():
-    """By Python's rules for stderr; in JSON by its own, so that a program reads what was written."""
+def test_characters_missing_in_the_encoding_are_escaped():
+    """By Python's rules for stderr. JSON has its own rules, so that a program reads the original."""
     encodings = ["ascii", "latin-1", "utf-8"]
     source = (
         "import pedigree, sys; from workflows.cli.output import print_json\n"
@@ -204,7 +204,7 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["status", "--help"], ["run", "nowhere"], ["plan"]])
-def test_a_question_or_a_slip_makes_no_home(tmp_path, words):
+def test_help_and_usage_errors_create_no_home(tmp_path, words):
     Home(tmp_path / "home").invoke(*words)
     assert not (tmp_path / "home").exists()
 
@@ -216,8 +216,8 @@ def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     assert f"{tmp_path / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
 
 
-def test_a_path_that_is_not_text_is_refused_with_its_bytes(home, tmp_path):
-    """A name in Latin-1, say, which no JSON can hold."""
+def test_undecodable_path_is_refused_with_its_bytes(home, tmp_path):
+    """A name in Latin-1 cannot be in JSON."""
     latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xe4chentlich"))
     recipe = write_recipe(tmp_path / "recipe", {**ATTRIBUTES, "data": {"sources": [{"path": "*.jsonl"}]}})
     (recipe / f"{latin.name}.jsonl").touch()
@@ -231,9 +231,7 @@ def test_a_path_that_is_not_text_is_refused_with_its_bytes(home, tmp_path):
 
 @pytest.mark.parametrize("name", ["what?", "h%203"])
 @pytest.mark.parametrize("variable", ["PEDIGREE_HOME", "DAGSTER_HOME"])
-def test_a_home_whose_databases_would_lie_elsewhere_is_refused_before_anything_is_made(
-    tmp_path, monkeypatch, name, variable
-):
+def test_home_with_a_question_mark_is_refused_before_anything_is_created(tmp_path, monkeypatch, name, variable):
     (other := tmp_path / "other").mkdir()
     for each in ("PEDIGREE_HOME", "DAGSTER_HOME"):
         monkeypatch.setenv(each, str(tmp_path / name if each == variable else other))
@@ -245,7 +243,7 @@ def test_a_home_whose_databases_would_lie_elsewhere_is_refused_before_anything_i
 
 
 @pytest.mark.parametrize("words", ["unable to open database file", "file is not a database"])
-def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path, words):
+def test_invalid_database_is_reported_without_a_traceback(tmp_path, words):
     database = tmp_path / "dagster" / "history" / "runs.db"
     if words.startswith("unable"):
         database.mkdir(parents=True)
@@ -257,8 +255,8 @@ def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path, words):
     assert f"a database refuses: {words}; PEDIGREE_HOME is" in done.stderr
 
 
-def test_what_belongs_to_another_user_is_told_with_its_path_and_what_to_do(tmp_path, monkeypatch):
-    """SQLite does not say which file; and the same command would not go on from there. Played, since root may write all."""
+def test_file_of_another_user_is_reported_with_path_and_remedy(tmp_path, monkeypatch):
+    """SQLite does not name the file, and the same command would fail again. Simulated, because root may write every file."""
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
     files = [tmp_path / "mlflow" / "mlflow.db", tmp_path / "dagster" / "history" / "runs" / "4f2a.db-wal"]
@@ -273,7 +271,7 @@ def test_what_belongs_to_another_user_is_told_with_its_path_and_what_to_do(tmp_p
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])
-def test_a_port_that_is_none_is_wrong_use(home, port):
+def test_invalid_port_is_wrong_use(home, port):
     assert home.invoke("ui", "--port", port).exit_code == 2
 
 
@@ -286,8 +284,8 @@ def test_missing_data_fails_with_the_path(home, tmp_path):
     assert str(folder / "preferences.jsonl") in said and "training.contract" not in said
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure_to_tell_of(home):
-    """As in `pedigree gc --json | head -c 1`: the pipe is closed on its other side."""
+def test_closed_pipe_prints_no_error(home):
+    """As in `pedigree gc --json | head -c 1`: the reader has closed the pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     environment = {**home.environment, "PYTHONUNBUFFERED": "1"}

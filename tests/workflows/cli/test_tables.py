@@ -1,4 +1,4 @@
-"""What a person reads in a terminal: of a run the last lines are what one has to know; the tables of the other commands."""
+"""Output in a terminal: the end of a run, and the tables of the other commands."""
 
 import io
 import re
@@ -51,7 +51,7 @@ def report(
     return RunReport("weekly", "run", True, assets, checks or [], **about)
 
 
-def test_one_cause_of_two_failures_is_told_once_and_last_with_its_path_in_one_piece():
+def test_one_cause_of_two_failures_is_printed_once_and_last_with_an_unwrapped_path():
     error = f"there is no folder {PATH}/[new]; `reference.model` is a folder beside the recipe, or a hub id"
     failed = [AssetRun(name, "failed", None, 0.0, error) for name in ("base_model", "tokenization_spec")]
     lines = shown(report(failed))
@@ -65,15 +65,15 @@ def test_a_run_ends_with_what_the_gate_decided():
     assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {told}"
 
 
-def test_the_address_of_the_charts_is_in_one_piece_with_who_serves_it():
-    """It is longer than a line, and a terminal opens what it takes for one word."""
+def test_address_of_the_charts_is_unwrapped():
+    """It is longer than a line, and a terminal opens only one word."""
     made = report([MADE])
     assert f"Charts in MLflow (served by `pedigree ui`): {CHARTS}" in shown(made)
     assert f"Charts in MLflow: {CHARTS}" in shown(replace(made, is_served=True))
     assert not any("MLflow" in line for line in shown(replace(made, mlflow_url=None)))
 
 
-def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not():
+def test_failed_check_is_printed_once():
     passed, polite = (
         CheckRun("policy", "rewards_finite", True, False, ""),
         CheckRun("policy", "polite", False, False, ""),
@@ -87,7 +87,7 @@ def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not(
     assert (first, second) == ("policy: the check polite failed", "policy failed: the check short failed: [too] long")
 
 
-def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_sweep_none():
+def test_samples_show_ends_of_prompts_and_beginnings_of_answers():
     """200 characters in a column of 23 are 9 lines; a page of 4,000 would be 170."""
     page = {"prompt": "word " * 800 + "Why?", "before": "No. " + "said " * 800 + "End.", "after": "yes"}
     lines = shown(report([MADE], samples=[page]))
@@ -98,16 +98,16 @@ def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_s
 
 
 @pytest.mark.parametrize(("count", "seen"), [(8, range(8)), (40, range(0, 40, 5))])
-def test_of_many_samples_eight_are_shown_evenly_spread(count: int, seen: range):
-    """The default recipe asks for eight, and its table has them all."""
+def test_eight_of_many_samples_are_shown_evenly_spread(count: int, seen: range):
+    """The default recipe has eight, and its table has them all."""
     samples = [{"prompt": f"Ask {n}?", "before": f"was {n}.", "after": f"is {n}."} for n in range(count)]
     lines = shown(report([MADE], samples=samples))
     assert [n for n in range(count) if any(f"Ask {n}?" in line for line in lines)] == list(seen)
     assert any("(8 of 40)" in line for line in lines) == (count == 40)
 
 
-def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute():
-    """Three hours of training in CI would else say nothing until its end. A path in brackets is no markup."""
+def test_progress_without_a_terminal_is_a_line_each_phase_and_minute():
+    """Otherwise three hours of training in CI would print nothing. A path in brackets is not markup."""
     console = Console(width=40, record=True, file=open("/dev/null", "w"))
     steps = [
         {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
@@ -128,14 +128,14 @@ def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute()
 
 
 def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
-    """What is shown on 100 columns: the cells of each line, without the frames of tables."""
+    """Return the cells of each line at 100 columns, without the frames of tables."""
     console = Console(width=100, record=True, file=open("/dev/null", "w"))
     show_it(console, *things)
     lines = (" | ".join(part.strip() for part in re.split("[│┃]", line)) for line in console.export_text().splitlines())
     return [line.strip(" |") for line in lines if re.search(r"\w", line)]
 
 
-def test_in_a_terminal_one_line_tells_how_far_it_is():
+def test_progress_in_a_terminal_is_one_line():
     console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
     told: list[dict[str, Any]] = [
         {"event": "phase", "phase": "training"},
@@ -149,7 +149,7 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
-def test_a_new_phase_begins_with_nothing_known_of_its_end():
+def test_new_phase_has_no_known_end():
     console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
     told: list[dict[str, Any]] = [
         {"event": "progress", "done": 10, "total": 10, "unit": "steps", "seconds_left": 0.0},
@@ -162,8 +162,8 @@ def test_a_new_phase_begins_with_nothing_known_of_its_end():
     assert "0/?" in last and "saving" in last and "steps" not in last
 
 
-def test_in_a_narrow_terminal_words_give_way_to_figures():
-    """80 columns: of a path only the beginning is shown."""
+def test_narrow_terminal_shortens_text_before_figures():
+    """80 columns show only the beginning of a path."""
     console = Console(force_terminal=True, color_system=None, width=80, file=(written := io.StringIO()))
     figures = {"event": "progress", "done": 12_345, "total": 140_000, "unit": "MB", "seconds_left": 1234.0}
     with ProgressBars(console) as progress:
@@ -175,7 +175,7 @@ def test_in_a_narrow_terminal_words_give_way_to_figures():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_text_of_others_commands_no_terminal(is_terminal):
+def test_control_sequences_in_text_are_escaped(is_terminal):
     """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""
     told = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
     console = SanitizedConsole(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
@@ -220,7 +220,7 @@ def test_the_table_of_a_plan_counts_the_work():
     ]
 
 
-def test_the_tables_of_a_verification_tell_the_row_that_differs():
+def test_verification_tables_name_the_row_that_differs():
     agreeing = {"stored": -5.0, "live": -5.0001, "allowed": 0.01}
     rows = [{"row": n, "chosen": agreeing, "rejected": {**agreeing, "live": -5.0 - n}} for n in (0, 7)]
     artifacts = [VerifiedAsset("policy", FINGERPRINT, False, "file [a] is corrupt")]
@@ -237,7 +237,7 @@ def test_the_tables_of_a_verification_tell_the_row_that_differs():
     assert text_of(tables.verification, Verification("weekly", [], [], None, True))[-1] == "No pair was scored again."
 
 
-def test_the_table_of_a_collection_tells_what_is_freed():
+def test_collection_table_shows_freed_bytes():
     garbage = [GarbageItem(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), GarbageItem("job", "policy-0123456789ab", 1)]
     assert text_of(tables.collection, GcReport(garbage, 2049, 12, deleted=False)) == [
         "Would be deleted",
@@ -251,7 +251,7 @@ def test_the_table_of_a_collection_tells_what_is_freed():
     ]
 
 
-def test_a_pair_is_shown_with_what_is_known_of_it():
+def test_pair_is_shown_with_its_known_values():
     chosen, rejected = (
         TokenizedSide([5, 6], ["Q", f"[{name}]"], [False, True], -2.5, [None, -2.5], policy_logprob=policy)
         for name, policy in (("yes", -1.5), ("no", None))

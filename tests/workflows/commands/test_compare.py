@@ -1,4 +1,4 @@
-"""The comparison of evaluations against figures that were worked out by hand."""
+"""The comparison of evaluations, against figures worked out by hand."""
 
 import io
 from dataclasses import replace
@@ -12,7 +12,7 @@ from workflows.commands.compare import Evaluated, compare
 
 
 def values(accuracies: list[float], factor: float = 1.0, start: int = 0) -> dict[str, dict[str, float]]:
-    """One value a pair, the same for each measure but for a factor."""
+    """Return one value a pair, the same for each measure but for a factor."""
     names = [f"pair-{index}" for index in range(start, start + len(accuracies))]
     by_pair = dict(zip(names, accuracies, strict=True))
     return {
@@ -22,7 +22,8 @@ def values(accuracies: list[float], factor: float = 1.0, start: int = 0) -> dict
     }
 
 
-# Ten pairs, of which the second ranks five more rightly than the first. The differences, five ones and five zeros, have
+# Ten pairs; the second evaluation ranks five more of them rightly than the first. The differences, five ones and five zeros,
+# have the mean 1/2 and the variance 10 * (1/4) / 9; divided by 10 that is 1/36, so the standard error is 1/6.
 # the mean 1/2 and the variance 10 * (1/4) / 9; divided by 10 that is 1/36, so the standard error is 1/6.
 FIRST = Evaluated("a", {"training.seed": "0", "training.loss.beta": "0.1"}, {"loss": "x"}, values([0.0] * 10))
 SECOND = Evaluated(
@@ -42,7 +43,7 @@ def test_the_difference_of_each_to_the_first_with_its_standard_error():
 
 
 def test_pairs_of_one_prompt_count_together():
-    """Each prompt's two pairs differ by as much: the standard error is that of ten pairs, not of twenty."""
+    """Each prompt's two pairs differ by the same amount: the standard error is that of ten pairs, not of twenty."""
     prompts = {f"pair-{index}": f"prompt-{index % 10}" for index in range(20)}
     first = replace(FIRST, values=values([0.0] * 20), prompts=prompts)
     second = replace(SECOND, values=values([0.0, 1.0] * 10), prompts=prompts)
@@ -52,7 +53,7 @@ def test_pairs_of_one_prompt_count_together():
     assert not found.differences and found.notes[0].startswith("20 held-out pairs are too few to tell")
 
 
-def test_another_reference_is_told():
+def test_another_reference_is_noted():
     found = compare(
         [replace(FIRST, reference="r"), replace(SECOND, reference="s"), replace(SECOND, reference="r")]
     ).recipes
@@ -64,7 +65,7 @@ def test_another_reference_is_told():
     )
 
 
-def test_only_settings_that_differ_are_told():
+def test_only_different_settings_are_shown():
     found = compare([FIRST, SECOND])
     assert [each.settings for each in found.recipes] == [{"training.loss.beta": "0.1"}, {"training.loss.beta": "0.5"}]
     other = replace(SECOND, settings={"training.seed": "0", "training.loss.beta": "0.1", "training.loss.tau": "1"})
@@ -74,7 +75,7 @@ def test_only_settings_that_differ_are_told():
     ]
 
 
-def test_losses_of_one_scale_are_compared_and_others_left_out():
+def test_only_losses_of_one_scale_are_compared():
     alike = replace(SECOND, scale=FIRST.scale)
     found = compare([FIRST, alike]).recipes[1]
     assert found.means["loss"] == 0.5
@@ -83,7 +84,7 @@ def test_losses_of_one_scale_are_compared_and_others_left_out():
     assert "loss" not in other.means and "loss" not in other.differences
 
 
-def test_what_was_never_evaluated_is_said_and_the_next_one_is_the_first():
+def test_recipe_without_an_evaluation_is_noted_and_the_next_is_first():
     found = compare([Evaluated("new", notes=("never evaluated",)), FIRST, SECOND])
     assert found.against == "a"
     assert (found.recipes[0].notes, found.recipes[0].pairs, found.recipes[0].means) == (["never evaluated"], 0, {})
@@ -92,8 +93,8 @@ def test_what_was_never_evaluated_is_said_and_the_next_one_is_the_first():
     assert nothing.against is None and len(nothing.recipes) == 1
 
 
-def test_only_common_pairs_count_and_a_note_tells_of_the_others():
-    """Two pairs of twelve are the second's alone, ranked rightly: they count for its own mean and for no difference."""
+def test_only_common_pairs_count_and_others_are_noted():
+    """Two pairs of twelve are only the second's, ranked rightly: they count for its mean, but not for the difference."""
     more = replace(SECOND, values=values([0.0, 1.0] * 5 + [1.0, 1.0]))
     found = compare([FIRST, more]).recipes[1]
     assert found.pairs == 12 and found.means["accuracy"] == pytest.approx(7 / 12)
@@ -118,8 +119,8 @@ def test_nine_pairs_that_both_have_give_no_difference_and_a_note_says_why():
     assert second.notes == ["9 held-out pairs are too few to tell a difference from chance (10 prompts are needed)"]
 
 
-def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
-    """(-10 + 12) - (-20 + 15) = 2 + 5. What the rewards of the loss say does not count: one without a reference has others."""
+def test_margin_is_in_nats_and_a_tie_is_not_a_success():
+    """(-10 + 12) - (-20 + 15) = 2 + 5. The loss's rewards do not count: a loss without a reference has others."""
     row = {
         "policy_chosen_logprob": -10.0,
         "reference_chosen_logprob": -12.0,
@@ -131,7 +132,7 @@ def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
     assert [accuracy(row | {"policy_chosen_logprob": value}) for value in (-10.0, -17.0, -24.0)] == [1.0, 0.0, 0.0]
 
 
-def test_the_table_says_it_all_in_80_columns():
+def test_table_of_a_comparison_fits_80_columns():
     written = io.StringIO()
     third = Evaluated("a-new", notes=("never evaluated; run `pedigree run a/new` first",))
     first, second = (
@@ -147,7 +148,7 @@ def test_the_table_says_it_all_in_80_columns():
 
 
 @pytest.mark.parametrize(("lost", "style"), [(-5, "1"), (-4, "1"), (-3, "2"), (3, "2"), (4, "1")])
-def test_a_difference_stands_out_where_it_is_more_than_two_standard_errors(lost: int, style: str):
+def test_difference_above_two_standard_errors_is_marked(lost: int, style: str):
     """Better or worse. If k of ten pairs differ by 1, that is sqrt(k/10 (1 - k/10) / 9): 0.153 for three, 0.163 for four."""
     changed = values([float(index < abs(lost)) for index in range(10)])
     first, second = replace(FIRST, values=values([0.0] * 10)), replace(FIRST, recipe="b", values=changed)

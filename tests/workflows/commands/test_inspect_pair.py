@@ -1,4 +1,4 @@
-"""One pair under the magnifying glass: the log-probs of its tokens, and a page that no text of the data can take over."""
+"""The view of one pair: log-probs of its tokens, and a page on which text of the data stays text."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,7 +13,7 @@ HOSTILE = "</span><script>alert(1)</script><img src=x onerror=alert(1)> \" ' &lt
 
 
 class Page(HTMLParser):
-    """Which elements a page has, and its text."""
+    """A page's elements and its text."""
 
     def __init__(self, text):
         super().__init__()
@@ -31,7 +31,7 @@ def side(text, value):
     return TokenizedSide([1, 2], ["Q", text], [False, True], value, [None, value])
 
 
-def test_what_the_data_say_is_text_and_nothing_else():
+def test_text_of_the_data_is_escaped_in_the_page():
     row = TokenizedRow(3, "train", replace(side(HOSTILE, -2.5), policy_logprob=-1.25), side("no", None))
     page = Page(render_page(HOSTILE, [row]))
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "a", "link", "iframe"})
@@ -53,9 +53,9 @@ def test_the_colour_is_the_log_prob():
 
 
 @pytest.mark.slow
-def test_the_log_probs_of_the_tokens_add_up(looking):
-    rows = [inspect_row(looking.pipeline, looking.services, looking.instance, row) for row in range(6)]
-    page = Page(inspection_page(looking.pipeline, rows[0]))
+def test_the_log_probs_of_the_tokens_add_up(checkout):
+    rows = [inspect_row(checkout.pipeline, checkout.services, checkout.instance, row) for row in range(6)]
+    page = Page(inspection_page(checkout.pipeline, rows[0]))
     for row in rows:
         for side in (row.chosen, row.rejected):
             values = side.reference_token_logprobs
@@ -63,13 +63,13 @@ def test_the_log_probs_of_the_tokens_add_up(looking):
             assert sum(v for v in values if v is not None) == pytest.approx(side.reference_logprob, abs=1e-4)
         assert (row.chosen.policy_logprob is None) == (row.split == "train")
     assert f"{rows[0].chosen.reference_logprob:.4f}" in page.text
-    assert (looking.home / "pages" / "small-reference_logprobs.html").is_file()
+    assert (checkout.home / "pages" / "small-reference_logprobs.html").is_file()
 
 
 @pytest.mark.slow
-def test_a_pair_that_was_trained_on_is_scored_on_demand(looking):
-    """The policy learnt to prefer the chosen response, so it has moved away from the reference, towards it."""
-    where = (looking.pipeline, looking.services, looking.instance)
+def test_a_pair_that_was_trained_on_is_scored_on_demand(checkout):
+    """The policy learnt to prefer the chosen response, so its log-probs have moved from the reference in that direction."""
+    where = (checkout.pipeline, checkout.services, checkout.instance)
     trained = next(n for n in range(160) if inspect_row(*where, n).split == "train")
     row = inspect_row(*where, trained, score=True)
     gains = [side.policy_logprob - side.reference_logprob for side in (row.chosen, row.rejected)]

@@ -1,4 +1,4 @@
-"""What `pedigree plan` promises, with counts, and that it runs no model and tells Dagster of nothing."""
+"""`pedigree plan`: its counts come true, it runs no model, and it reports nothing to Dagster."""
 
 import json
 import re
@@ -16,29 +16,29 @@ from workflows.state.expected_state import expect_state
 pytestmark = pytest.mark.slow
 
 
-def planned(looking):
-    """The plan; what it calls reused is in the store or, a release, in the registry: a run will find it."""
-    found = plan(looking.pipeline, looking.services, looking.instance)
-    store, foreseen = looking.services.store, expect_state(looking.pipeline, looking.services)
+def planned(checkout):
+    """Return the plan. Every reused artifact must be in the store or, for a release, in the registry."""
+    found = plan(checkout.pipeline, checkout.services, checkout.instance)
+    store, foreseen = checkout.services.store, expect_state(checkout.pipeline, checkout.services)
     for name in (asset.asset for asset in found if asset.action == "reuse" and asset.asset != "released_model"):
         assert foreseen[name].fingerprint in store.fingerprints(name)
     return {asset.asset: asset for asset in found}, sentence(found)
 
 
-def test_untouched_nothing_is_computed(looking):
-    """A pointer to the base model that is gone is made for the plan, which knows the reference by it."""
-    shutil.rmtree(looking.services.store.root / "keys" / "reference_model")
-    assets, words = planned(looking)
+def test_untouched_nothing_is_computed(checkout):
+    """The plan remakes a missing pointer to the base model, by which it knows the reference."""
+    shutil.rmtree(checkout.services.store.root / "keys" / "reference_model")
+    assets, words = planned(checkout)
     assert {asset.action for asset in assets.values()} == {"reuse"}
     assert words.startswith("would compute nothing; reuses raw_preferences, ")
     assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 0}
 
 
-def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
-    """All of them: what the lower assets would be is known only once the upper ones are mended."""
-    for record in (looking.services.store.root / "keys").glob("*/*.json"):
+def test_plan_repairs_corrupt_records_as_a_run_does(checkout):
+    """Every record: lower assets are known only after the upper ones are repaired."""
+    for record in (checkout.services.store.root / "keys").glob("*/*.json"):
         flip(record)
-    assets, _ = planned(looking)
+    assets, _ = planned(checkout)
     assert {asset.action for asset in assets.values()} == {"reuse"}
 
 
@@ -60,59 +60,59 @@ FILE = {"path": "preferences.jsonl"}
         ),
     ],
 )
-def test_what_ends_a_run_before_any_model_ends_the_plan(looking, data, words):
-    with open(looking.folder / "preferences.jsonl", "a") as file:
+def test_problem_that_ends_a_run_early_ends_the_plan(checkout, data, words):
+    with open(checkout.folder / "preferences.jsonl", "a") as file:
         file.write("{}\n")
-    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], **data}})
+    edit(checkout, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], **data}})
     with pytest.raises(DataError, match=re.escape(words)):
-        plan(looking.pipeline, looking.services, looking.instance)
+        plan(checkout.pipeline, checkout.services, checkout.instance)
 
 
-def test_another_beta_trains_and_scores_nothing(looking):
-    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
-    assets, words = planned(looking)
+def test_another_beta_trains_and_scores_nothing(checkout):
+    edit(checkout, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    assets, words = planned(checkout)
     assert {name for name, a in assets.items() if a.action == "compute"} == {"policy", "evaluation", "released_model"}
     assert assets["policy"].causes == ("training_spec: loss.beta 0.1 -> 0.2",)
     assert assets["policy"].work["steps"] == 12
     assert words.startswith("would train 12 steps, evaluate, decide on the release; reuses ")
 
 
-def test_the_steps_that_an_interrupted_run_saved_are_told(looking):
-    """The files are as in a checkpoint. One that was not written to its end counts no more than other data's."""
-    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
-    key = short(expect_state(looking.pipeline, looking.services)["policy"].derivation.key)
+def test_plan_shows_saved_steps_of_an_interrupted_run(checkout):
+    """The files are those of a checkpoint. An incomplete one does not count, and one of other data does not either."""
+    edit(checkout, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    key = short(expect_state(checkout.pipeline, checkout.services)["policy"].derivation.key)
     for of, name in (
         (key, "step-00000004"),
         (key, "step-00000008"),
         (key, "step-00000012.partial"),
         ("0" * 12, "step-9"),
     ):
-        (looking.home / "jobs" / f"policy-{key}" / "checkpoints" / of / name).mkdir(parents=True)
-    assets, words = planned(looking)
+        (checkout.home / "jobs" / f"policy-{key}" / "checkpoints" / of / name).mkdir(parents=True)
+    assets, words = planned(checkout)
     assert (assets["policy"].work["steps"], assets["policy"].work["done"]) == (12, 8)
     assert words.startswith("would train 12 steps (8 of them are done), evaluate, ")
 
 
-def test_in_another_dtype_every_sequence_is_scored_again_and_every_epoch_trained(looking):
+def test_in_another_dtype_every_sequence_is_scored_again_and_every_epoch_trained(checkout):
     training = {**ATTRIBUTES["training"], "max_steps": None, "epochs": 3}
-    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "dtype": "bfloat16"}, "training": training})
-    assets, _ = planned(looking)
+    edit(checkout, {**ATTRIBUTES, "reference": {"model": "./base", "dtype": "bfloat16"}, "training": training})
+    assets, _ = planned(checkout)
     assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 2 * PAIRS}
     work = assets["policy"].work
     assert work["pairs"] < PAIRS and work["steps"] == 3 * -(-work["pairs"] // 16)
 
 
-def test_new_rows_are_counted_as_they_will_be_scored(looking):
-    """Three rows more: one repeats a row, one shares a chosen response with a row, one is all new. 3 sequences to score."""
-    path = looking.folder / "preferences.jsonl"
+def test_new_rows_are_counted_as_they_will_be_scored(checkout):
+    """Three more rows: one repeats a row, one shares a chosen response with a row, one is all new. 3 sequences to score."""
+    path = checkout.folder / "preferences.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     answer = [{"role": "assistant", "content": "It is a new answer."}]
     other = [{"role": "assistant", "content": "It is another answer."}]
     more = [rows[0], {**rows[1], "rejected": answer}, {**rows[2], "chosen": answer, "rejected": other}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows + more))
-    jobs = {path.parent.name for path in (looking.home / "jobs").glob("*/job.json")}
-    known = looking.instance.get_latest_materialization_event(looking.pipeline.key("raw_preferences"))
-    assets, words = planned(looking)
+    jobs = {path.parent.name for path in (checkout.home / "jobs").glob("*/job.json")}
+    known = checkout.instance.get_latest_materialization_event(checkout.pipeline.key("raw_preferences"))
+    assets, words = planned(checkout)
     work = assets["raw_preferences"].work
     assert (work["rows"], work["added"], work["removed"]) == (PAIRS + 3, 3, 0)
     assert assets["reference_logprobs"].action == "compute"
@@ -120,17 +120,17 @@ def test_new_rows_are_counted_as_they_will_be_scored(looking):
     assert assets["reference_logprobs"].causes == (
         "preference_source: preferences.jsonl differs (160 -> 163 rows read)",
     )
-    assert assets["tokenized_pairs"].action == "reuse", "it was made for the plan, so a run finds it"
+    assert assets["tokenized_pairs"].action == "reuse", "the plan made it, so a run reuses it"
     assert words.startswith(f"would score 3 of {2 * PAIRS + 3} sequences, train 12 steps")
-    new = [p for p in (looking.home / "jobs").glob("*/job.json") if p.parent.name not in jobs]
+    new = [p for p in (checkout.home / "jobs").glob("*/job.json") if p.parent.name not in jobs]
     assert {Job.read(path).kind for path in new} == {"preferences", "pairs"}
-    assert looking.instance.get_latest_materialization_event(looking.pipeline.key("raw_preferences")) == known
+    assert checkout.instance.get_latest_materialization_event(checkout.pipeline.key("raw_preferences")) == known
 
 
-def test_a_reference_that_has_still_to_be_tuned_knows_no_sequence(looking):
+def test_plan_of_an_untuned_reference_counts_no_sequences(checkout):
     sft = {"epochs": 3, "batch_size": 50}
-    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "sft": sft}})
-    assets, words = planned(looking)
+    edit(checkout, {**ATTRIBUTES, "reference": {"model": "./base", "sft": sft}})
+    assets, words = planned(checkout)
     train = assets["policy"].work["pairs"]
     assert assets["reference_model"].work == {"steps": 3 * -(-train // 50), "pairs": train}
     assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 2 * PAIRS}

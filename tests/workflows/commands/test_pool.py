@@ -1,4 +1,4 @@
-"""Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
+"""GPU work outside of a recipe's run takes a slot of the pool, waits for it, and frees it."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from workflows.recipes.discovery import load_recipe
 
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
-    """The instance that `prepare_home` sets up, with a limit of one step for a pool."""
+    """Return the instance that `prepare_home` sets up, with a limit of one step for a pool."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
     prepare_home(tmp_path)
@@ -48,14 +48,14 @@ def places_taken(instance: dg.DagsterInstance) -> int:
     return instance.event_log_storage.get_concurrency_info("gpu").active_slot_count
 
 
-def test_work_has_a_place_while_it_runs_and_no_longer(services, instance):
+def test_work_holds_a_slot_while_it_runs(services, instance):
     assert in_gpu_pool("verify", services, instance, lambda: places_taken(instance)) == 1
     assert places_taken(instance) == 0
     [run] = instance.get_runs()
     assert (run.status, process_of(run)) == (dg.DagsterRunStatus.SUCCESS, this_process(services.home))
 
 
-def test_what_work_raises_is_what_is_raised(services, instance):
+def test_error_of_the_work_is_raised(services, instance):
     def fail() -> None:
         raise StoreError("there is no policy")
 
@@ -64,8 +64,8 @@ def test_what_work_raises_is_what_is_raised(services, instance):
     assert places_taken(instance) == 0
 
 
-def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, caplog):
-    """The other has the place until it has seen that somebody waits; so the order is sure without a clock."""
+def test_work_waits_for_a_slot_and_reports_it(services, instance, caplog):
+    """The other keeps its slot until it has seen the waiting run, so the order is sure without a clock."""
     order = []
     other = instance.create_run_for_job(dg.GraphDefinition("other").to_job())
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
@@ -85,8 +85,8 @@ def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, cap
     assert f"waiting for the pool gpu, taken by run {other.run_id}" in caplog.text
 
 
-def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, caplog):
-    """In whichever state its run is then. A run that no process of ours has signed may be at work for all that is known."""
+def test_waiting_work_takes_the_slot_of_a_dead_run(services, instance, caplog):
+    """In any state of its run. A run that no process of ours has tagged may still be at work."""
     job, claim = dg.GraphDefinition("other").to_job(), claim_folder(services.home / "processes")
     unsigned = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
     dying = instance.create_run_for_job(job, status=dg.DagsterRunStatus.CANCELING)
@@ -109,7 +109,7 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
 
 @contextmanager
 def taken(instance: dg.DagsterInstance) -> Iterator[str]:
-    """The only place in the pool is that of another run, whose id this gives."""
+    """Give the only slot of the pool to another run, and return its id."""
     other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
     instance.event_log_storage.set_concurrency_slots("gpu", 1)
     instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
@@ -121,7 +121,7 @@ def taken(instance: dg.DagsterInstance) -> Iterator[str]:
 def interrupted_when_it_waits(
     caplog: pytest.LogCaptureFixture, marked: dg.DagsterInstance | None = None
 ) -> Iterator[None]:
-    """The latest run of `marked` is marked as canceled before."""
+    """Wait for the slot and be interrupted; `marked`: that run's latest was marked as canceled before."""
 
     def interrupt() -> None:
         while "waiting for the pool gpu" not in caplog.text:
@@ -135,23 +135,23 @@ def interrupted_when_it_waits(
     yield
 
 
-def test_who_waits_sleeps_meanwhile_and_ends_when_it_is_told_to(services, instance, caplog, monkeypatch):
-    """Dagster itself would ask thousands of times a second, and wait on. Others may take the place afterwards."""
-    looks, get_next_step = [], ActiveExecution.get_next_step
+def test_waiting_work_sleeps_and_can_be_interrupted(services, instance, caplog, monkeypatch):
+    """Dagster itself would query thousands of times a second, and wait on. Another run may take the slot afterwards."""
+    queries, get_next_step = [], ActiveExecution.get_next_step
 
-    def look(active: ActiveExecution) -> ExecutionStep | None:
-        looks.append(active)
+    def query(active: ActiveExecution) -> ExecutionStep | None:
+        queries.append(active)
         return get_next_step(active)
 
-    monkeypatch.setattr(ActiveExecution, "get_next_step", look)
+    monkeypatch.setattr(ActiveExecution, "get_next_step", query)
     with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
         in_gpu_pool("inspect", services, instance, lambda: pytest.fail("it must not begin"))
-    assert 1 <= len(looks) <= 10
+    assert 1 <= len(queries) <= 10
     assert in_gpu_pool("inspect", services, instance, lambda: "worked") == "worked"
 
 
-def test_a_free_slot_that_was_nobody_s_is_taken(services, instance, monkeypatch):
-    """Given back while this run took its place in the queue: nothing tells it any more. Dagster itself would wait for ever."""
+def test_slot_freed_meanwhile_is_taken(services, instance, monkeypatch):
+    """The slot was freed while this run queued, so nothing would notify it. Dagster itself would wait for ever."""
     storage = instance.event_log_storage
     with taken(instance):
         remember, free = storage.add_pending_step, storage.free_concurrency_slots_for_run
@@ -178,21 +178,21 @@ def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, cap
 @pytest.mark.slow
 @pytest.mark.parametrize("canceled", [False, True], ids=["", "after a person has marked it as canceled"])
 def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, demo_maker, caplog, canceled):
-    """What comes before the pool is done by then, and kept."""
-    with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as ground:
-        write_recipe(ground.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
-        loaded = load_recipe(ground.folders["plain"])
+    """The work before the pool is done by then, and kept."""
+    with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as baseline:
+        write_recipe(baseline.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
+        loaded = load_recipe(baseline.folders["plain"])
         with taken(instance), interrupted_when_it_waits(caplog, marked=canceled and instance):
-            report = materialize(loaded, ground.services, instance)
+            report = materialize(loaded, baseline.services, instance)
         assert (report.succeeded, report.interrupted, report.error) == (False, True, INTERRUPTED)
         assert [asset.outcome for asset in report.assets if asset.asset == "tokenized_pairs"] == ["computed"]
         assert "reference_logprobs" not in {asset.asset for asset in report.assets}
-        again = {asset.asset: asset.outcome for asset in materialize(loaded, ground.services, instance).assets}
+        again = {asset.asset: asset.outcome for asset in materialize(loaded, baseline.services, instance).assets}
         assert (again["tokenized_pairs"], again["released_model"]) == ("reused", "computed")
 
 
-def test_a_run_that_dagster_starts_is_signed_before_its_first_step(services, instance):
-    """That step may wait in the pool, and the run be killed meanwhile."""
+def test_run_started_by_dagster_is_tagged_before_its_first_step(services, instance):
+    """That step may wait in the pool, and the run may be killed meanwhile."""
     seen = []
 
     @dg.asset
@@ -204,10 +204,10 @@ def test_a_run_that_dagster_starts_is_signed_before_its_first_step(services, ins
 
 
 @pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED", "CANCELING", "CANCELED"])
-def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, name):
-    """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with.
+def test_run_started_by_dagster_does_not_wait_for_a_dead_run(services, instance, name):
+    """After a reboot a scheduled run takes the slot of the run that was killed before.
 
-    A person may have stopped that, or marked it as canceled, before.
+    A user may have stopped or canceled that run before.
     """
     dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus(name))
     instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
@@ -228,23 +228,23 @@ def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, nam
     assert places_taken(instance) == 0
 
 
-def test_the_record_of_a_run_is_the_groups_from_its_beginning(services, instance):
-    """If the run is killed, another user has to write into it that it is over. SQLite makes files of 0644 at most."""
+def test_run_database_is_group_writable_from_its_creation(services, instance):
+    """If the run is killed, another user has to record its end. SQLite creates files of 0644 at most."""
     modes: list[dict[Path, int]] = []
 
-    def look() -> None:
+    def record_modes() -> None:
         records = Path(instance.root_directory).rglob("*.db*")
         modes.append({record: record.stat().st_mode & 0o666 for record in records})
 
     @dg.asset
     def made(context: dg.AssetExecutionContext) -> None:
         sign(context.instance, context.run, services.home)
-        look()
+        record_modes()
 
     before = os.umask(0o002)
     try:
         assert dg.materialize([made], instance=instance).success
-        in_gpu_pool("verify", services, instance, look)
+        in_gpu_pool("verify", services, instance, record_modes)
     finally:
         os.umask(before)
     for run, seen in zip(reversed(instance.get_runs()), modes, strict=True):
@@ -252,8 +252,8 @@ def test_the_record_of_a_run_is_the_groups_from_its_beginning(services, instance
         assert set(seen.values()) == {0o664}
 
 
-def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_it_first(services, instance):
-    """Dagster gives it the tags of the first, whose process is gone; it is at work, in whatever state, before it has signed."""
+def test_reexecuted_run_is_not_that_of_the_first_process(services, instance):
+    """Dagster copies the tags of the first run, whose process is dead. The new run is at work before it has its own tag."""
     seen, dead = [], {PROCESS_TAG: f"{uuid.uuid4()} elsewhere 1 {services.home / 'processes' / 'gone.lock'}"}
 
     @dg.asset
@@ -269,8 +269,8 @@ def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_
     assert instance.get_run_by_id(starting.run_id).status == dg.DagsterRunStatus.STARTING
 
 
-def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, monkeypatch):
-    """It succeeds, and its process ends, after the runs were listed and before anybody asks for the process."""
+def test_run_that_ends_during_the_check_keeps_its_status(services, instance, monkeypatch):
+    """It succeeds, and its process ends, between the listing of runs and the check of the process."""
     claim = claim_folder(services.home / "processes")
     run = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
     instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {claim.lock.name}"})
@@ -298,8 +298,8 @@ def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, 
     ],
     ids=["none", "of the pool's own", "of all pools"],
 )
-def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, settings, limit, warnings):
-    """In a dagster.yaml that is not ours. Oracle: with the lines that are told, Dagster gives the second run no place."""
+def test_pool_without_a_limit_is_reported_once_with_the_remedy(tmp_path, caplog, settings, limit, warnings):
+    """A dagster.yaml that is not ours. Oracle: with the suggested lines, Dagster gives the second run no slot."""
     (tmp_path / "dagster.yaml").write_text(settings)
     with dg.DagsterInstance.from_config(str(tmp_path)) as found:
         if limit is not None:
@@ -307,7 +307,7 @@ def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, 
         warn_of_unlimited_gpu(found)
         warn_of_unlimited_gpu(found)
         limits = [(each.name, each.limit) for each in found.event_log_storage.get_pool_limits()]
-    assert limits == ([] if limit is None else [("gpu", limit)]), "what a person has set stays"
+    assert limits == ([] if limit is None else [("gpu", limit)]), "the user's settings stay"
     assert [record.message.split(" sets no limit")[0] for record in caplog.records] == [
         f"{tmp_path}/dagster.yaml"
     ] * warnings
@@ -324,7 +324,7 @@ def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, 
     [("auto", None, 1), ("cpu", None, 0), ("auto", "training_spec", 0)],
     ids=["maybe a GPU", "no GPU", "nothing that would use it"],
 )
-def test_who_may_use_a_gpu_is_told_of_a_pool_without_a_limit(services, tmp_path, caplog, device, asset, warnings):
+def test_pool_without_a_limit_is_reported_if_a_gpu_may_be_used(services, tmp_path, caplog, device, asset, warnings):
     recipe = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {"device": device}})
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}")
     with dg.DagsterInstance.from_config(str(tmp_path)) as found:

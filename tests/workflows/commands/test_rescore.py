@@ -1,4 +1,4 @@
-"""Log-probs that are not the reference model's: the proof refuses them, and one command has them made anew."""
+"""Wrong reference log-probs: the reference check refuses them, and one command has them scored again."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def home(first_run, tmp_path):
-    """A copy of the home, in which nothing was scored or trained yet; a shard of the memo is wrong."""
+    """Return a copy of the home before scoring and training, with a wrong shard of the log-prob cache."""
     home = Home(tmp_path / "home")
     shutil.copytree(first_run[0].path, home.path)
     poison(Store(home.path / "store"))
@@ -31,7 +31,7 @@ def home(first_run, tmp_path):
 
 
 def poison(store: Store) -> None:
-    """Every log-prob of a token is half a nat lower than it should be, as the code that scores would publish it."""
+    """Publish log-probs that are half a nat too low at every token, as the scoring code would."""
     [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
     shards = [open_shard(store.open(f"memo/{rule}", name)) for name in store.fingerprints(f"memo/{rule}")]
     tokens_N = np.concatenate([load_file(shard.artifact.folder / "tokens.safetensors")["tokens"] for shard in shards])
@@ -48,13 +48,13 @@ def fingerprints(report) -> dict[str, str]:
 
 
 @pytest.mark.system
-def test_what_the_proof_refutes_is_scored_again_by_one_command(home: Home, first_run, small_recipe):
+def test_refuted_log_probs_are_scored_again_by_one_command(home: Home, first_run, small_recipe):
     undisturbed, sequences = fingerprints(first_run[1]), count(home)
     failed = home.pedigree("run", str(small_recipe), "--json")
     assert failed.returncode == 1
     [policy] = [asset for asset in json.loads(failed.stdout)["assets"] if asset["outcome"] == "failed"]
     assert policy["asset"] == "policy" and "`pedigree rescore RECIPE` sets them aside" in policy["error"]
-    assert home.pedigree("run", str(small_recipe)).returncode == 1, "by itself it would be so for ever"
+    assert home.pedigree("run", str(small_recipe)).returncode == 1, "it would stay so for ever"
 
     done = home.pedigree("rescore", str(small_recipe), "--json")
     assert done.returncode == 0, done.stderr
@@ -73,13 +73,13 @@ def test_what_the_proof_refutes_is_scored_again_by_one_command(home: Home, first
 
 
 def count(home: Home) -> int:
-    """The sequences in the memo."""
+    """Return the number of cached sequences."""
     return sum(len(load_file(file)["counts"]) for file in (home.path / "store" / "memo").glob("*/*/index.safetensors"))
 
 
-def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(looking):
-    """A table that another recipe made of the same log-probs may be right; its own proof will tell."""
-    store, others = Store(looking.home / "store"), "2" * 64
+def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(checkout):
+    """Another recipe's table of the same log-probs may be right; its own reference check decides."""
+    store, others = Store(checkout.home / "store"), "2" * 64
     [name] = store.fingerprints("reference_logprobs")
     [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
     table = store.open("reference_logprobs", name)
@@ -89,22 +89,22 @@ def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(looking):
         shutil.copyfile(table.file(TABLE_FILE), staging / TABLE_FILE)
         store.publish(staging, how, JobResult(others, table.details))
     LogprobCache(store, others).add(np.zeros((1, 32), np.uint8), np.ones(1, np.int32), np.zeros(1, np.float32))
-    told = Home(looking.home).look("rescore", str(looking.folder))
+    told = Home(checkout.home).query("rescore", str(checkout.folder))
     assert told["tables"] == [name] and store.fingerprints("reference_logprobs") == [others]
     assert store.fingerprints(f"memo/{rule}") == [] and len(store.fingerprints(f"memo/{others}")) == 1
 
 
-def test_where_nothing_was_scored_there_is_nothing_to_set_aside(looking):
-    home = Home(looking.home)
-    assert home.look("rescore", str(looking.folder))["shards"] > 0
-    again = home.invoke("rescore", str(looking.folder), "--json")
+def test_rescore_without_log_probs_sets_nothing_aside(checkout):
+    home = Home(checkout.home)
+    assert home.query("rescore", str(checkout.folder))["shards"] > 0
+    again = home.invoke("rescore", str(checkout.folder), "--json")
     assert again.exit_code == 2
     assert "nothing was scored with the reference model" in json.loads(again.stdout.splitlines()[-1])["error"]
     assert "`pedigree run " in json.loads(again.stdout.splitlines()[-1])["error"]
 
 
-def test_people_are_told_how_much_is_where_and_what_comes_next(looking):
-    said = Home(looking.home).invoke("rescore", str(looking.folder)).output
+def test_rescore_prints_counts_folder_and_next_step(checkout):
+    said = Home(checkout.home).invoke("rescore", str(checkout.folder)).output
     assert "Set aside: the log-probs of " in said and "and 1 table made of them" in said
-    assert str(looking.home / "store" / "corrupt" / "memo") in said
-    assert f"The next `pedigree run {looking.pipeline.argument}` scores them again." in said
+    assert str(checkout.home / "store" / "corrupt" / "memo") in said
+    assert f"The next `pedigree run {checkout.pipeline.argument}` scores them again." in said

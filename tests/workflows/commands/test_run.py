@@ -16,7 +16,7 @@ ASSETS = list(EXPECTED)
 
 
 def steps_of(home, report):
-    """The step events that the policy keeps, in order."""
+    """Return the step events that the policy keeps, in order."""
     [policy] = [asset for asset in report["assets"] if asset["asset"] == "policy"]
     lines = (home.path / "store" / "policy" / policy["fingerprint"] / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == "step"]
@@ -34,14 +34,14 @@ def test_everything_is_computed_once(materialized, small_recipe):
     assert first["is_champion"] is True and first["reasons"]
 
 
-def test_it_learns(materialized):
-    """ln 2 is the loss of a policy that is the reference."""
+def test_policy_learns(materialized):
+    """ln 2 is the loss of a policy that equals the reference."""
     _, report = materialized
     assert report["metrics"]["eval/loss"] < math.log(2)
     assert report["metrics"]["eval/rewards/accuracies"] > 0.5
 
 
-def test_one_line_a_step(materialized):
+def test_policy_has_one_event_per_step(materialized):
     home, report = materialized
     steps = steps_of(home, report)
     assert [event["step"] for event in steps] == list(range(1, 13))
@@ -98,15 +98,15 @@ def test_the_weights_lie_on_the_disk_once(materialized):
 
 
 def test_afterwards_everything_is_fresh(materialized, small_recipe):
-    """What status says of an edit is told where it is asked in this process."""
-    found = materialized[0].look("status", str(small_recipe))["assets"]
+    """Status after an edit is tested in this process."""
+    found = materialized[0].query("status", str(small_recipe))["assets"]
     assert [(a["asset"], a["state"], a["causes"]) for a in found] == [(name, "fresh", []) for name in ASSETS]
 
 
 @pytest.mark.parametrize("command", ["status", "plan", "verify"])
-def test_a_person_is_told_of_each_asset_what_a_program_is(command, materialized, small_recipe):
+def test_text_output_has_the_assets_of_json(command, materialized, small_recipe):
     home = materialized[0]
-    found = home.look(command, str(small_recipe))
+    found = home.query(command, str(small_recipe))
     lines = home.invoke(command, str(small_recipe)).stdout.splitlines()
     assets = found["artifacts" if command == "verify" else "assets"]
     verdict = {"status": "fresh", "plan": "reuse", "verify": "ok"}[command]
@@ -118,26 +118,26 @@ def test_a_person_is_told_of_each_asset_what_a_program_is(command, materialized,
         assert any(f"{row['chosen']['live']:.5f}" in line and f"│ {row['row']} " in line for line in lines)
 
 
-def test_a_person_is_told_of_pairs_what_a_program_is(materialized, small_recipe):
+def test_text_output_has_the_pairs_of_json(materialized, small_recipe):
     home, report = materialized
-    [compared] = home.look("compare", str(small_recipe))["recipes"]
+    [compared] = home.query("compare", str(small_recipe))["recipes"]
     [line] = [
         each for each in home.invoke("compare", str(small_recipe)).stdout.splitlines() if each.startswith(" small ")
     ]
     assert line.split()[1:] == [f"{mean:.3f}" for mean in compared["means"].values()]
     assert float(line.split()[1]) == pytest.approx(report["metrics"]["eval/rewards/accuracies"], abs=6e-4)
-    row = home.look("inspect", str(small_recipe), "--row", "3")
+    row = home.query("inspect", str(small_recipe), "--row", "3")
     text = home.invoke("inspect", str(small_recipe), "--row", "3").stdout
     for name in ("chosen", "rejected"):
         assert f"{name}: {len(row[name]['token_ids'])} tokens, {sum(row[name]['mask'])} of them trained" in text
         assert f"reference log-prob {row[name]['reference_logprob']:.4f}" in text
-    kept = home.look("gc")["kept"]
+    kept = home.query("gc")["kept"]
     assert f"{kept} artifacts are kept" in home.invoke("gc").stdout
 
 
 def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, small_recipe):
     home, report = materialized
-    [whole] = home.look("compare", str(small_recipe))["recipes"]
+    [whole] = home.query("compare", str(small_recipe))["recipes"]
     assert (whole["pairs"], whole["notes"]) == (report["metrics"]["eval/pairs"], [])
     part = home.invoke("compare", str(small_recipe), "--source", "poems")
     assert (
@@ -145,17 +145,17 @@ def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, smal
     )
 
 
-def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):
+def test_unwritable_page_is_reported_with_its_path(materialized, small_recipe):
     done = materialized[0].invoke("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert "error: `--html /dev/null/page.html` cannot be written: /dev/null: " in done.stderr
-    assert "PEDIGREE_HOME" not in done.stderr, "it is not to blame"
+    assert "PEDIGREE_HOME" not in done.stderr, "the page is not the cause"
 
 
 def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
-    """The whole of a row: the masked tokens are the response, and both log-probs are there for a held-out pair."""
+    """Inspect a whole row: the masked tokens are the response, and a held-out pair has both log-probs."""
     home, _ = materialized
-    rows = [home.look("inspect", str(small_recipe), "--row", str(row)) for row in (0, 1, 2, 3)]
+    rows = [home.query("inspect", str(small_recipe), "--row", str(row)) for row in (0, 1, 2, 3)]
     for number, row in enumerate(rows):
         assert row["row"] == number
         for side in ("chosen", "rejected"):

@@ -1,4 +1,4 @@
-"""Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
+"""Failing runs: they fail early, with a message that a user can act on."""
 
 import json
 import re
@@ -85,8 +85,8 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
 
 
-def test_a_release_says_why_the_run_of_its_policy_is_not_whole(folder, services):
-    """At once: files that have no place are no server that may be restarting."""
+def test_release_reports_why_the_mlflow_run_is_incomplete(folder, services):
+    """It fails at once: files without a folder are no sign of a restarting server."""
     (services.home / "artifacts").write_text("no folder")
     heard: list[dict[str, Any]] = []
     [(asset, error)] = failures_of(run(folder, replace(services, listener=heard.append), None, 0.3)).items()
@@ -99,8 +99,8 @@ def test_a_release_says_why_the_run_of_its_policy_is_not_whole(folder, services)
     assert run(folder, services, None, 0.3).succeeded
 
 
-def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services, monkeypatch):
-    """SQLite's words name neither file nor disk."""
+def test_full_disk_of_the_run_database_is_reported_with_its_path(folder, services, monkeypatch):
+    """SQLite's message names neither file nor disk."""
 
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -110,8 +110,8 @@ def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services
     assert re.search(r"^cannot record the run in /\S+ \([\d,]+ bytes free\): .*; make room and run again", told)
 
 
-def test_what_ends_a_run_outside_its_assets_is_told(folder, services, monkeypatch):
-    """Dagster's database is away while an asset begins, and to note that this failed: no asset is said to have failed."""
+def test_error_outside_of_assets_is_reported(folder, services, monkeypatch):
+    """Dagster's database fails when an asset begins, and again when this failure is recorded: no asset counts as failed."""
     store, told = InMemoryEventLogStorage.store_event, "server closed the connection unexpectedly"
     lost = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_FAILURE}
 
@@ -140,8 +140,8 @@ REVERSED = "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
         (REVERSED, "tokenized_pairs", "none of the 24 pairs can be used; the first: prompt is not a prefix"),
     ],
 )
-def test_a_template_that_fails_is_told_with_the_field_that_chose_it(folder, services, template, asset, told):
-    """The template comes with the model, whose line is counted by hand in what `run` writes."""
+def test_failing_template_is_reported_with_its_field(folder, services, template, asset, told):
+    """The template comes with the model. Its line is counted by hand in the text that `run` writes."""
     (folder / "base" / "chat_template.jinja").write_text(template)
     [(failed, error)] = failures_of(run(folder, services, "tokenized_pairs")).items()
     place = f"{folder / 'defs.yaml'}:9: reference.model: ./base"
@@ -154,7 +154,7 @@ REVERSED_FOR_SOME = REVERSED.replace(
 
 
 def test_the_recipe_limits_what_may_be_left_out(folder, services):
-    """One row of 25 is none, and the template fits 12 pairs of the other 24. What failed is told with its figures."""
+    """One row of 25 is not a pair, and the template fits 12 pairs of the other 24. Failures come with their figures."""
     (folder / "base" / "chat_template.jinja").write_text(REVERSED_FOR_SOME)
     with open(folder / "preferences.jsonl", "a") as file:
         file.write("{}\n")
@@ -167,7 +167,7 @@ def test_the_recipe_limits_what_may_be_left_out(folder, services):
 
 
 def test_the_recipe_limits_what_the_template_may_leave_out(folder, services):
-    """Its template knows of no tools, which 8 of the 24 rows have."""
+    """Its template ignores tools, which 8 of the 24 rows have."""
     rows = [json.loads(line) for line in open(folder / "preferences.jsonl")]
     with open(folder / "preferences.jsonl", "w") as file:
         for number, row in enumerate(rows):
@@ -199,16 +199,16 @@ def at(section: str) -> str:
         (BALANCED, None, "reference_model", f"{at('reference.sft')}: LlamaForCausalLM is no mixture of experts"),
     ],
 )
-def test_what_training_would_refuse_is_told_before_any_model_runs(folder, services, sft, training, asset, told):
+def test_invalid_training_is_refused_before_any_model_runs(folder, services, sft, training, asset, told):
     failures = failures_of(run(folder, services, None, sft=sft, training=training))
     assert failures.keys() == {asset} and re.search(told, failures[asset])
     assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
 
 
-def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services, monkeypatch):
-    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints.
+def test_resumed_job_does_not_print_events_of_earlier_attempts(folder, services, monkeypatch):
+    """The policy keeps that event for MLflow: an event of 1970, in the folder of a job that has checkpoints.
 
-    The machine of the job has a clock that is a minute behind.
+    The clock of the job's machine is a minute behind.
     """
     run(folder, services, "policy", 0.3)
     [job] = services.home.glob("jobs/policy-*")
@@ -231,8 +231,8 @@ def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(fol
     assert {event["event"] for event in heard} >= {"phase", "step"} and all(event["time"] > 1.0 for event in heard)
 
 
-def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):
-    """The hub's own error is the cause of ours, which names the field and what to do."""
+def test_report_has_our_message_instead_of_the_librarys(folder, services, monkeypatch):
+    """The hub's own error is the cause of ours, which names the field and the remedy."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     [(asset, error)] = failures_of(run(folder, services, "base_model", model="nobody/nothing")).items()
     assert asset == "base_model"
@@ -240,7 +240,7 @@ def test_the_report_has_our_words_not_those_of_the_library_below(folder, service
 
 
 class Watched(Registry):
-    """Notes at each move of an alias whether somebody holds the right to decide."""
+    """Record at each move of an alias whether the promotion lock is held."""
 
     def watch(self, lock: Path, store: Store) -> "Watched":
         self.lock, self.store = lock, store
@@ -263,9 +263,9 @@ class Watched(Registry):
 
 
 def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, services):
-    """Else two candidates are compared with one champion, and the second replaces the first unseen.
+    """Otherwise two candidates are compared with one champion, and the second replaces the first unseen.
 
-    While files are stored nobody holds it: a rollback would wait for them, and then take back who was promoted meanwhile.
+    The lock is free while files are stored: a rollback would wait for them, and then take back a new champion.
     """
     with promotion_lock(services.store, "split") as lock:
         registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(
@@ -274,12 +274,12 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
     report = run(folder, replace(services, registry=registry), None, 0.25)
     assert report.succeeded
     assert registry.held == [False, True, True], "the version, candidate, then champion"
-    assert registry.is_alone, "who releases the same once more waits, and finds it"
+    assert registry.is_alone, "another release of the same waits, and finds it"
     assert not is_held(registry.lock)
 
 
 class Overtaken(Registry):
-    """Once it was asked who is champion, another home promotes a version of its own, with the same evaluation."""
+    """A registry in which another home promotes a version with the same evaluation, right after the champion is read."""
 
     is_overtaken = False
 
@@ -294,8 +294,8 @@ class Overtaken(Registry):
         return found
 
 
-def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(folder, services):
-    """Champions of another home and of another program have no evaluation here, or none at all: what to do is told.
+def test_candidate_is_compared_with_the_champion_at_promotion(folder, services):
+    """Champions of another home or program have no evaluation here, or none at all: the message names the remedy.
 
     By hand: without one the candidate is promoted, but for another that came meanwhile and has the same losses.
     """
@@ -323,7 +323,7 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
 
 
 class Promoted(Registry):
-    """Its server promotes, and is away before it has answered."""
+    """A registry whose server promotes, and fails before it has answered."""
 
     was_away = False
 
@@ -343,7 +343,7 @@ def test_the_reasons_of_a_decision_outlive_a_restart(folder, services):
 
 
 class Restarting(Registry):
-    """Its server is away when it is first asked for files."""
+    """A registry whose server fails at the first request for files."""
 
     was_away = False
 
@@ -355,9 +355,9 @@ class Restarting(Registry):
 
 
 def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, services, tmp_path):
-    """As it would be at home: both homes' evaluations have the same pairs, and the champion's comes with its version.
+    """As in one home: both evaluations have the same pairs, and the champion's comes with its version.
 
-    For a server that restarts meanwhile the release waits, since what it runs for is scheduled.
+    The release waits for a server that restarts meanwhile, because its run is a scheduled one.
     """
     assert run(folder, services, None, 0.6).is_champion
     (tmp_path / "other").mkdir()
@@ -375,7 +375,7 @@ def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, service
 
 @dataclass
 class Outage:
-    """A server that nobody answers for, at port 9 of loopback, until the registry is asked again: then it is the database."""
+    """A dead server at port 9 of loopback, replaced by the database at the second connection."""
 
     services: Services
     questions: int = 0
@@ -410,9 +410,9 @@ class Outage:
 
 
 def test_a_run_that_found_no_server_is_delivered_by_the_release(folder, services):
-    """Oracle: MLflow. Policy and evaluation were made in the outage; their run is made, and whole, when the server is back.
+    """Oracle: MLflow. Policy and evaluation were made in the outage; their run is created in full when the server is back.
 
-    The release waits for that, since a version without its run would lack what it was trained with.
+    The release waits for it: a version without its run would lack its training record.
     """
     outage = Outage(services)
     report = run(folder, replace(services, tracker=outage.tracker(), registry=outage.registry()), None, 0.25)

@@ -1,4 +1,4 @@
-"""A run that is interrupted, in whatever way, leaves no process behind, and the next run takes it up."""
+"""An interrupted run leaves no process behind, and the next run resumes it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.workflows.commands.test_run import steps_of
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
-SECONDS_TO_END = 60.0  # twice the grace in which the ranks save a checkpoint, which a slow disk may need
+SECONDS_TO_END = 60.0  # twice the grace period for saving a checkpoint, which a slow disk may need
 LONG = {
     **ATTRIBUTES,
     "training": {**ATTRIBUTES["training"], "max_steps": 4000},
@@ -34,7 +34,7 @@ def long_recipe(tmp_path, small_recipe):
 
 @pytest.fixture
 def without_policy(first_run, tmp_path):
-    """A copy of the home in which everything was made, less the policy."""
+    """Return a copy of the home in which everything was made, without the policy."""
     home = Home(tmp_path / "home")
     shutil.copytree(first_run[0].path, home.path)
     for place in ("store/policy", "store/keys/policy", "jobs"):
@@ -43,7 +43,7 @@ def without_policy(first_run, tmp_path):
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """Every process that was started for this home, wherever it hangs in the process tree."""
+    """Return every process of this home, anywhere in the process tree."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -55,7 +55,7 @@ def processes_of(home: Path) -> list[psutil.Process]:
 
 
 def until_steps(home: Path, count: int) -> Path:
-    """Wait until the policy's job has taken `count` steps; gives its events."""
+    """Wait until the policy's job has taken `count` steps; return its events."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         for events in home.glob("jobs/policy-*/events.jsonl"):
@@ -80,7 +80,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     assert "2 processes, weights in 2 shards" in until_steps(home.path, 3).read_text()
     ranks = [p for p in processes_of(home.path) if "training.main" in " ".join(p.cmdline())]
     assert len(ranks) >= 3, "torchrun and two ranks"
-    # Ctrl-C in a terminal reaches the whole foreground group; the command is the leader of its own.
+    # Ctrl-C in a terminal reaches the whole foreground group; the command leads its own.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     deadline = time.monotonic() + SECONDS_TO_END
     while (left := [p for p in processes_of(home.path) if p.pid != process.pid]) and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
 
 
 def assert_cancelled(home: Path, error: str, command: str) -> None:
-    """The last run counts as stopped by a person, and the error names the checkpoint that is there."""
+    """Check that the last run counts as stopped by a user, and that the error names the existing checkpoint."""
     with dg.DagsterInstance.from_config(str(home / "dagster")) as instance:
         run = instance.get_runs(limit=1)[0]
         events = [entry.dagster_event for entry in instance.all_logs(run.run_id) if entry.dagster_event]
@@ -110,8 +110,8 @@ def assert_cancelled(home: Path, error: str, command: str) -> None:
     )
 
 
-def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):
-    """The losses of the resumed run are those of the run that was never disturbed, bit for bit. Nothing counts as running."""
+def test_killed_run_resumes_from_its_checkpoint(small_recipe, without_policy, materialized):
+    """The resumed run's losses equal those of an undisturbed run, bit for bit. No run counts as running."""
     home, (undisturbed, report) = without_policy, materialized
     process = subprocess.Popen(
         [PEDIGREE, "run", str(small_recipe), "--json"],

@@ -1,4 +1,4 @@
-"""With few pairs, the defaults give a policy that is the base model: `plan`, `run` and `init` say so, and what to set."""
+"""With few pairs the defaults give a policy that is the base model: `plan`, `run` and `init` warn and propose settings."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from assets.bodies.checks import DIFFERENCE
 from tests.workflows.homes import Home, write_recipe
-from tests.workflows.in_process import PAIRS, Ground, run_in, write_inputs
+from tests.workflows.in_process import PAIRS, Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import DataError, ModelError, UsageError
 from workflows.cli import tables
@@ -29,35 +29,35 @@ MOVED = {**PLAIN, "training": {"epochs": 20, "batch_size": 4, "optimizer": {"lea
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
     with run_in(tmp_path_factory.mktemp("small_data"), demo_maker, {"still": STILL, "moved": MOVED}) as made:
         yield made
 
 
-def again(ground: Ground, name: str) -> tuple[RunReport, str]:
-    """The report of a run that reuses everything, and what a person sees of it."""
-    report = materialize(load_recipe(ground.folders[name]), ground.services, ground.instance)
+def again(baseline: Baseline, name: str) -> tuple[RunReport, str]:
+    """Return the report of a run that reuses everything, and its text output."""
+    report = materialize(load_recipe(baseline.folders[name]), baseline.services, baseline.instance)
     with open("/dev/null", "w") as nowhere:
         console = Console(width=200, record=True, file=nowhere)
         tables.run_report(console, report, with_samples=False)
     return report, console.export_text()
 
 
-def train_pairs(ground: Ground, name: str) -> int:
-    pairs = ground.services.store.open("tokenized_pairs", ground.fingerprints[name]["tokenized_pairs"] or "")
+def train_pairs(baseline: Baseline, name: str) -> int:
+    pairs = baseline.services.store.open("tokenized_pairs", baseline.fingerprints[name]["tokenized_pairs"] or "")
     count: int = pairs.details["counts"]["train"]
     return count
 
 
 @pytest.mark.slow
-def test_run_whose_policy_is_the_base_model_warns_and_names_what_to_set(ground: Ground) -> None:
+def test_run_whose_policy_is_the_base_model_warns_and_names_what_to_set(baseline: Baseline) -> None:
     """At the defaults it takes one step at 5e-7."""
-    report, seen = again(ground, "still")
+    report, seen = again(baseline, "still")
     [warning] = [check for check in report.warnings if check.check == DIFFERENCE]
     assert "the policy hardly differs from the reference model" in warning.description
     assert report.succeeded and report.is_champion
     [note] = report.notes
-    count = train_pairs(ground, "still")
+    count = train_pairs(baseline, "still")
     assert re.match(
         f"1 step at a learning rate of 5e-7 .*; for {count} training pairs, set training.batch_size: 4, ", note
     )
@@ -66,39 +66,43 @@ def test_run_whose_policy_is_the_base_model_warns_and_names_what_to_set(ground: 
 
 
 @pytest.mark.slow
-def test_run_whose_policy_moved_warns_of_nothing(ground: Ground) -> None:
-    report, _ = again(ground, "moved")
+def test_run_whose_policy_moved_warns_of_nothing(baseline: Baseline) -> None:
+    report, _ = again(baseline, "moved")
     assert report.notes == []
     assert [check.passed for check in report.checks if check.check == DIFFERENCE] == [True]
 
 
-def planned_policy(ground: Ground, folder: Path, attributes: dict[str, Any]) -> PlannedAsset:
+def planned_policy(baseline: Baseline, folder: Path, attributes: dict[str, Any]) -> PlannedAsset:
     pipeline = load_recipe(write_recipe(folder, attributes)).pipeline
-    return next(each for each in plan(pipeline, ground.services, ground.instance) if each.asset == "policy")
+    return next(each for each in plan(pipeline, baseline.services, baseline.instance) if each.asset == "policy")
 
 
 @pytest.mark.slow
-def test_plan_notes_that_a_training_will_change_nothing(ground: Ground, tmp_path: Path, demo_maker: ModuleType) -> None:
-    """The same pairs, another seed: a policy that nobody has trained yet."""
+def test_plan_notes_that_a_training_will_change_nothing(
+    baseline: Baseline, tmp_path: Path, demo_maker: ModuleType
+) -> None:
+    """The same pairs, another seed: a policy that was never trained."""
     (tmp_path / "still").mkdir()
     write_inputs(tmp_path / "still", demo_maker)
-    found = planned_policy(ground, tmp_path / "still", {**STILL, "training": {"seed": 1}})
+    found = planned_policy(baseline, tmp_path / "still", {**STILL, "training": {"seed": 1}})
     assert found.action == "compute"
     [note] = found.notes
     assert note.startswith("1 step at a learning rate of 5e-7 hardly change a model of ")
     written = re.findall(r"training\.([\w.]+): ([\w.-]+)", note)
     told = {"seed": 1, "optimizer": {}} | {name: int(value) for name, value in written if "." not in name}
     told["optimizer"] = {"learning_rate": dict(written)["optimizer.learning_rate"]}
-    assert planned_policy(ground, tmp_path / "still", {**STILL, "training": told}).notes == ()
+    assert planned_policy(baseline, tmp_path / "still", {**STILL, "training": told}).notes == ()
 
 
 @pytest.mark.slow
-def test_recipe_that_init_proposes_plans_without_a_note(ground: Ground, tmp_path: Path, demo_maker: ModuleType) -> None:
+def test_recipe_that_init_proposes_plans_without_a_note(
+    baseline: Baseline, tmp_path: Path, demo_maker: ModuleType
+) -> None:
     (tmp_path / "own").mkdir()
     write_inputs(tmp_path / "own", demo_maker)
     file = init_recipe(tmp_path / "own", str(tmp_path / "own" / "preferences.jsonl"), str(tmp_path / "own" / "base"))
     pipeline = load_recipe(file.parent).pipeline
-    found = {each.asset: each for each in plan(pipeline, ground.services, ground.instance)}
+    found = {each.asset: each for each in plan(pipeline, baseline.services, baseline.instance)}
     assert (found["policy"].action, found["policy"].notes) == ("compute", ())
 
 
@@ -107,7 +111,7 @@ def test_init_writes_data_model_and_what_is_proposed_for_them(
 ) -> None:
     """24 rows, of which a tenth is held out: 22 pairs, 6 steps an epoch of batches of 4, 10 epochs at the most.
 
-    The model has some thousands of parameters, so its learning rate is at the limit. Data outside the folder has an absolute
+    The model has some thousands of parameters, so its learning rate is at the limit. Data outside the folder have an absolute
     path.
     """
     (tmp_path / "my-model").mkdir()
@@ -126,7 +130,7 @@ def test_init_writes_data_model_and_what_is_proposed_for_them(
     assert f"For {parameters / 1e6:.3g} million parameters." in file.read_text()
 
 
-def test_init_proposes_as_far_as_it_knows(tmp_path: Path) -> None:
+def test_init_without_data_proposes_known_settings(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" * 2)
     proposed = load_recipe(init_recipe(tmp_path / "data", str(tmp_path / "pairs.jsonl")).parent).pipeline.recipe
     assert (proposed.training.batch_size, proposed.training.optimizer.learning_rate) == (4, 5e-7)
@@ -143,7 +147,7 @@ def test_init_proposes_as_far_as_it_knows(tmp_path: Path) -> None:
         ({"model": "."}, ModelError, "no weights at all"),
     ],
 )
-def test_init_writes_nothing_for_what_is_not_there(
+def test_init_with_missing_files_writes_nothing(
     given: dict[str, str], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,10 +156,10 @@ def test_init_writes_nothing_for_what_is_not_there(
     assert not (tmp_path / "new").exists()
 
 
-def test_init_tells_what_is_left_to_fill_in(tmp_path: Path) -> None:
+def test_init_names_fields_to_fill_in(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("{}\n")
     home, data = Home(tmp_path / "home"), ("--data", str(tmp_path / "pairs.jsonl"))
-    assert home.look("init", str(tmp_path / "a"), *data) == {"file": str(tmp_path / "a" / "defs.yaml")}
+    assert home.query("init", str(tmp_path / "a"), *data) == {"file": str(tmp_path / "a" / "defs.yaml")}
     seen = home.invoke("init", str(tmp_path / "b"), *data).stdout
     assert "Fill in `reference.model`; then `pedigree plan " in seen
     seen = home.invoke("init", str(tmp_path / "c"), *data, "--model", "org/name").stdout

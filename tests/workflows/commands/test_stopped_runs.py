@@ -1,4 +1,4 @@
-"""A run that a person stops stays stopped until something changes: what the conditions ask for after its end."""
+"""A run that a user stops stays stopped until something changes: requests of the conditions after its end."""
 
 import datetime
 import json
@@ -14,7 +14,7 @@ from tests.workflows.ticks import ABOVE_POLICY, BELOW_POLICY, BELOW_ROWS, OTHER_
 
 
 def cancelled_while_training(conditions):
-    """New data ask for all below; the run has made what is above the policy, a tick has seen it, and a person stops it."""
+    """New data request all below. The run materializes the assets above the policy, a tick passes, and a user stops it."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     run = conditions.begin(*BELOW_ROWS)
@@ -26,12 +26,12 @@ def cancelled_while_training(conditions):
     return run
 
 
-def test_a_run_that_a_person_stops_is_not_started_again(conditions):
+def test_stopped_run_is_not_started_again(conditions):
     cancelled_while_training(conditions)
     assert [conditions.tick(), conditions.tick(), conditions.tick()] == [set()] * 3
 
 
-def test_the_first_run_of_all_is_not_started_again_either(tmp_path):
+def test_stopped_first_run_is_not_started_again(tmp_path):
     """Its policy was never materialized."""
     with dg.DagsterInstance.ephemeral() as instance:
         begun = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
@@ -45,27 +45,27 @@ def test_the_first_run_of_all_is_not_started_again_either(tmp_path):
         assert begun.tick() == BELOW_ROWS
 
 
-def test_new_data_after_a_person_has_stopped_a_run_are_asked_for_once(conditions):
+def test_new_data_after_a_stopped_run_are_requested_once(conditions):
     cancelled_while_training(conditions)
     assert conditions.tick() == set()
     conditions.materialize(3, "preference_source")
     assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
 
 
-def test_new_data_in_the_same_tick_as_the_end_of_a_stopped_run_are_asked_for(conditions):
+def test_new_data_in_the_tick_of_a_stopped_run_are_requested(conditions):
     cancelled_while_training(conditions)
     conditions.materialize(3, "preference_source")
     assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
 
 
-def test_identical_data_after_a_person_has_stopped_a_run_ask_for_nothing(conditions):
+def test_identical_data_after_a_stopped_run_request_nothing(conditions):
     cancelled_while_training(conditions)
     assert conditions.tick() == set()
     conditions.materialize(2, "preference_source", *ABOVE_POLICY)
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
 
 
-def test_a_field_edited_after_a_person_has_stopped_a_run_is_asked_for_once(conditions):
+def test_field_edited_after_a_stopped_run_is_requested_once(conditions):
     cancelled_while_training(conditions)
     assert conditions.tick() == set()
     write_recipe(conditions.folder, OTHER_BETA)
@@ -73,8 +73,8 @@ def test_a_field_edited_after_a_person_has_stopped_a_run_is_asked_for_once(condi
     assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY | specs, set()]
 
 
-def test_data_and_fields_that_changed_while_a_stopped_run_went_on_are_not_asked_for(conditions):
-    """They are older than its end. What of it the run had made before stays as it is too."""
+def test_changes_during_a_stopped_run_are_not_requested(conditions):
+    """They are older than its end. Assets that the run materialized before stay too."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     run = conditions.begin(*BELOW_ROWS, "training_spec", "evaluation_spec")
@@ -86,8 +86,8 @@ def test_data_and_fields_that_changed_while_a_stopped_run_went_on_are_not_asked_
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["another recipe", "this recipe"])
-def test_a_recipe_that_is_loaded_after_its_run_was_stopped_is_not_new(conditions, noted):
-    """As after `pedigree run` of an edited recipe, Ctrl-C, and "Reload definitions": the run notes its code versions."""
+def test_recipe_loaded_after_its_stopped_run_requests_nothing(conditions, noted):
+    """As after `pedigree run` of an edited recipe, Ctrl-C, and "Reload definitions": the run recorded its code versions."""
     before = definitions_of(conditions.folder).resolve_asset_graph()
     write_recipe(conditions.folder, OTHER_BETA)
     graph = definitions_of(conditions.folder).resolve_asset_graph() if noted else before
@@ -99,8 +99,8 @@ def test_a_recipe_that_is_loaded_after_its_run_was_stopped_is_not_new(conditions
     assert [conditions.tick(), conditions.tick()] == [asked, set()]
 
 
-def test_a_change_after_a_stopped_run_asks_for_all_that_it_had_left(conditions):
-    """The run was stopped before it had made tokens; the field alone would train on the tokens of before."""
+def test_change_after_a_stopped_run_requests_all_missing_assets(conditions):
+    """The run was stopped before the tokens; the field alone would train on the previous tokens."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     run = conditions.begin(*BELOW_ROWS)
@@ -114,7 +114,7 @@ def test_a_change_after_a_stopped_run_asks_for_all_that_it_had_left(conditions):
 
 
 def test_a_run_that_was_killed_is_started_again(conditions, tmp_path):
-    """The first one after that is a person's or the condition's; this one is the condition's."""
+    """A user or the condition may start the first run after that; here the condition does."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     run = conditions.begin(*BELOW_ROWS)
@@ -127,7 +127,7 @@ def test_a_run_that_was_killed_is_started_again(conditions, tmp_path):
     assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY, set()]
 
 
-def test_the_schedule_asks_for_all_after_a_stopped_run(conditions):
+def test_schedule_requests_all_after_a_stopped_run(conditions):
     cancelled_while_training(conditions)
     schedule = definitions_of(conditions.folder).resolve_schedule_def("small_schedule")
     monday = datetime.datetime(2024, 1, 1, 6, tzinfo=datetime.UTC)

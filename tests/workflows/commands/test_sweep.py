@@ -1,4 +1,4 @@
-"""A recipe with two variants, run through and compared: one computation of all that they share, each its own policy."""
+"""A recipe with two variants, run and compared: shared work is computed once, and each has its own policy."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from model_registry.package_model import package
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.homes import latest, write_recipe
-from tests.workflows.in_process import Ground, services_in, write_inputs
+from tests.workflows.in_process import Baseline, services_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import UsageError
 from workflows.commands.compare import Comparison, compare, last_evaluated
@@ -48,35 +48,35 @@ NAMES = ["sweep", "sweep-hinge", "sweep-fewer-samples"]
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
-    """The recipe was run, and the first variant planned and run after it, then the second."""
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
+    """Run the recipe, plan and run the first variant, then run the second."""
     place = tmp_path_factory.mktemp("sweep")
     (home := place / "home").mkdir()
     folder = place / "recipes" / "sweep"
     write_inputs(write_recipe(folder, SWEEP), demo_maker)
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
-        patch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
-        yield Ground(home, services_in(home), instance, {"sweep": folder})
+        patch.setattr(model_registry.files, "_package", package)  # in this process instead of one of its own
+        yield Baseline(home, services_in(home), instance, {"sweep": folder})
 
 
 @pytest.fixture(scope="module")
-def planned(ground: Ground) -> dict[str, Any]:
-    """What a run of the variant would do once the recipe was run."""
-    ground.run_once("sweep")
-    pipeline = load_recipe(ground.folders["sweep"], "hinge").pipeline
-    return {asset.asset: asset for asset in plan(pipeline, ground.services, ground.instance)}
+def planned(baseline: Baseline) -> dict[str, Any]:
+    """Return the plan of the variant after the recipe's run."""
+    baseline.run_once("sweep")
+    pipeline = load_recipe(baseline.folders["sweep"], "hinge").pipeline
+    return {asset.asset: asset for asset in plan(pipeline, baseline.services, baseline.instance)}
 
 
 @pytest.fixture(scope="module")
-def reports(ground: Ground, planned: dict[str, Any]) -> list[RunReport]:
-    variants = [load_recipe(ground.folders["sweep"], name) for name in SWEEP["variants"]]
-    return [materialize(loaded, ground.services, ground.instance) for loaded in variants]
+def reports(baseline: Baseline, planned: dict[str, Any]) -> list[RunReport]:
+    variants = [load_recipe(baseline.folders["sweep"], name) for name in SWEEP["variants"]]
+    return [materialize(loaded, baseline.services, baseline.instance) for loaded in variants]
 
 
 @pytest.fixture
-def comparison(ground: Ground, reports: list[RunReport]) -> Comparison:
-    loaded = load_recipes(ground.folders["sweep"])
-    return compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+def comparison(baseline: Baseline, reports: list[RunReport]) -> Comparison:
+    loaded = load_recipes(baseline.folders["sweep"])
+    return compare([last_evaluated(each.pipeline, baseline.services, baseline.instance) for each in loaded])
 
 
 def test_a_variant_has_to_score_nothing(planned: dict[str, Any]):
@@ -85,26 +85,26 @@ def test_a_variant_has_to_score_nothing(planned: dict[str, Any]):
 
 
 def test_what_a_variant_shares_is_reused(reports: list[RunReport]):
-    """The specs of the variant that was planned are there already: a plan makes what costs nothing."""
+    """The planned variant's specs exist already: a plan makes cheap artifacts."""
     assert all(report.succeeded for report in reports)
     computed = [{a.asset for a in report.assets if a.outcome == "computed"} for report in reports]
     made = {"evaluation", "released_model"}
     assert computed == [made | {"policy"}, made | {"evaluation_spec"}]
 
 
-def test_every_pipeline_is_fresh_sound_and_in_use(ground: Ground, reports: list[RunReport]):
-    for loaded in load_recipes(ground.folders["sweep"]):
-        found = status(loaded.pipeline, ground.services, ground.instance)
+def test_every_pipeline_is_fresh_verified_and_referenced(baseline: Baseline, reports: list[RunReport]):
+    for loaded in load_recipes(baseline.folders["sweep"]):
+        found = status(loaded.pipeline, baseline.services, baseline.instance)
         assert {asset.state for asset in found} == {"fresh"} and len(found) == len(GRAPH)
-        assert verify(loaded.pipeline, ground.services, ground.instance, rows=0).ok
-        assert inspect_row(loaded.pipeline, ground.services, ground.instance, 0).row == 0
-    unused = collect(ground.services, ground.instance).garbage
+        assert verify(loaded.pipeline, baseline.services, baseline.instance, rows=0).ok
+        assert inspect_row(loaded.pipeline, baseline.services, baseline.instance, 0).row == 0
+    unused = collect(baseline.services, baseline.instance).garbage
     assert {item.kind for item in unused} <= {"job"}
 
 
-def test_the_runs_stand_in_one_experiment_and_can_be_told_apart(ground: Ground, reports: list[RunReport]):
-    """The variant with other samples has the policy, and so the run, of the recipe itself."""
-    client = MlflowClient(ground.services.tracker.tracking_uri)
+def test_runs_of_variants_are_in_one_experiment_with_different_names(baseline: Baseline, reports: list[RunReport]):
+    """The variant with other samples has the policy, and so the MLflow run, of the recipe itself."""
+    client = MlflowClient(baseline.services.tracker.tracking_uri)
     experiment = client.get_experiment_by_name("sweep")
     runs = client.search_runs([experiment.experiment_id])
     assert {run.info.run_name.rpartition("-")[0] for run in runs} == {"sweep", "sweep-hinge"}
@@ -113,13 +113,13 @@ def test_the_runs_stand_in_one_experiment_and_can_be_told_apart(ground: Ground, 
     assert all("variants" not in name for run in runs for name in run.data.params)
 
 
-def test_an_experiment_leaves_the_champion_alone(ground: Ground, reports: list[RunReport]):
+def test_an_experiment_leaves_the_champion_alone(baseline: Baseline, reports: list[RunReport]):
     name = PLAIN["release"]["model_name"]
-    champions = {n: ground.services.registry.champion(n) for n in (name, f"{name}-hinge", f"{name}-fewer-samples")}
+    champions = {n: baseline.services.registry.champion(n) for n in (name, f"{name}-hinge", f"{name}-fewer-samples")}
     assert {n: found and found.number for n, found in champions.items()} == dict.fromkeys(champions, 1)
 
 
-def test_the_comparison_tells_settings_and_results(comparison: Comparison):
+def test_comparison_has_settings_and_results(comparison: Comparison):
     assert comparison.against == "sweep" and [each.recipe for each in comparison.recipes] == NAMES
     own, hinge, same = comparison.recipes
     assert hinge.settings["training.loss.type"] == "hinge" and own.settings["training.loss.type"] == "sigmoid"
@@ -136,48 +136,48 @@ def test_the_comparison_tells_settings_and_results(comparison: Comparison):
     assert not any(each.notes for each in comparison.recipes)
 
 
-def test_a_comparison_on_the_pairs_of_one_source(ground: Ground, comparison: Comparison):
+def test_a_comparison_on_the_pairs_of_one_source(baseline: Baseline, comparison: Comparison):
     def on(source: str) -> Comparison:
-        loaded = load_recipes(ground.folders["sweep"])
-        return compare([last_evaluated(each.pipeline, ground.services, ground.instance, source) for each in loaded])
+        loaded = load_recipes(baseline.folders["sweep"])
+        return compare([last_evaluated(each.pipeline, baseline.services, baseline.instance, source) for each in loaded])
 
-    assert on("sums") == comparison, "all are of that one"
+    assert on("sums") == comparison, "all have that source"
     with pytest.raises(UsageError) as told:
         on("poems")
     why = "`poems` is the name of no source that it was evaluated on (names: sums)"
     assert str(told.value).splitlines() == [f"{name}: {why}" for name in NAMES]
 
 
-def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comparison):
+def test_the_accuracy_is_that_of_the_evaluation(baseline: Baseline, comparison: Comparison):
     for each in comparison.recipes:
         key = dg.AssetKey([each.recipe, "evaluation"])
-        event = ground.instance.get_latest_materialization_event(key)
+        event = baseline.instance.get_latest_materialization_event(key)
         metrics = event.asset_materialization.metadata
         assert each.means["accuracy"] == pytest.approx(metrics["eval/rewards/accuracies"].value)
         beta = 0.1
         assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
 
 
-def test_a_comparison_does_not_ask_for_the_release(ground: Ground, reports: list[RunReport]):
-    """Of a registry that is away it would wait for an answer, once for each recipe, and need none."""
+def test_comparison_does_not_query_the_registry(baseline: Baseline, reports: list[RunReport]):
+    """Each recipe would wait for a dead registry's answer, and needs none."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", ground.home / "downloads")
-        services = replace(ground.services, registry=silent)
-        for loaded in load_recipes(ground.folders["sweep"]):
-            assert last_evaluated(loaded.pipeline, services, ground.instance).notes == ()
+        silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", baseline.home / "downloads")
+        services = replace(baseline.services, registry=silent)
+        for loaded in load_recipes(baseline.folders["sweep"]):
+            assert last_evaluated(loaded.pipeline, services, baseline.instance).notes == ()
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
-def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, reports: list[RunReport]):
-    folder = ground.folders["sweep"]
+def test_an_edited_variant_is_compared_as_it_was_evaluated(baseline: Baseline, reports: list[RunReport]):
+    folder = baseline.folders["sweep"]
     before = (folder / "defs.yaml").read_text()
     try:
         edited = {**SWEEP, "variants": {"hinge": {"training": {"loss": {"type": "ipo"}}}}}
         write_recipe(folder, json.loads(json.dumps(edited)))
         pipeline = load_recipe(folder, "hinge").pipeline
-        found = last_evaluated(pipeline, ground.services, ground.instance)
+        found = last_evaluated(pipeline, baseline.services, baseline.instance)
     finally:
         (folder / "defs.yaml").write_text(before)
     assert found.settings["training.loss.type"] == "hinge"
@@ -185,13 +185,13 @@ def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, repor
     assert "training_spec: loss.type hinge -> ipo" in note
 
 
-def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: Ground, reports: list[RunReport]):
+def test_missing_evaluation_is_noted_and_the_others_are_compared(baseline: Baseline, reports: list[RunReport]):
     evaluation = dg.AssetKey(["sweep-hinge", "evaluation"])
-    folder = ground.services.store.folder("evaluation", str(latest(ground.instance, evaluation).fingerprint))
+    folder = baseline.services.store.folder("evaluation", str(latest(baseline.instance, evaluation).fingerprint))
     folder.rename(folder.with_suffix(".lost"))
     try:
-        loaded = load_recipes(ground.folders["sweep"])
-        found = compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+        loaded = load_recipes(baseline.folders["sweep"])
+        found = compare([last_evaluated(each.pipeline, baseline.services, baseline.instance) for each in loaded])
     finally:
         folder.with_suffix(".lost").rename(folder)
     own, hinge, same = found.recipes
@@ -230,33 +230,35 @@ def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: 
         *("another template for most, and other row numbers", "another base model"),
     ],
 )
-def test_the_gate_compares_the_losses_of_one_loss_only(
-    ground: Ground, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
+def test_gate_compares_losses_of_one_scale_only(
+    baseline: Baseline, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
 ):
-    """Longer samples change no loss of a pair; another beta is another scale, on which wrongly ranked pairs are counted.
+    """Longer samples change no loss of a pair. Another beta is another scale, so wrongly ranked pairs are counted.
 
-    In another template no pair has the tokens that it had, or too few have, and the messages still tell which pair it is.
-    So all held-out pairs are compared in each case, and the error rate is what the evaluation's accuracy leaves; but after a
-    change of the base model both are measured over the champion's.
+    In another template no pair keeps its tokens, or too few do, but messages still identify the pair.
+    So all held-out pairs are compared in each case, and the error rate is one minus the evaluation's accuracy. After a
+    change of the base model both are measured over the champion's reference.
     """
     name = PLAIN["release"]["model_name"]
-    champion = ground.services.registry.champion(name)
-    folder = Path(shutil.copytree(ground.folders["sweep"], tmp_path / "sweep"))
-    edit(edits.World(folder, ground.home, monkeypatch))
+    champion = baseline.services.registry.champion(name)
+    folder = Path(shutil.copytree(baseline.folders["sweep"], tmp_path / "sweep"))
+    edit(edits.Sandbox(folder, baseline.home, monkeypatch))
     loaded = load_recipe(folder)
     try:
-        assert materialize(loaded, ground.services, ground.instance).succeeded
+        assert materialize(loaded, baseline.services, baseline.instance).succeeded
         released, evaluated = (
-            latest(ground.instance, loaded.pipeline.key(asset)).metadata for asset in ("released_model", "evaluation")
+            latest(baseline.instance, loaded.pipeline.key(asset)).metadata for asset in ("released_model", "evaluation")
         )
     finally:
-        ground.restore("sweep")
+        baseline.restore("sweep")
     assert released["shared_pairs"] == evaluated["eval/pairs"]
     if "wrongly ranked" in compared:
         assert released["candidate_error_rate"] == pytest.approx(1 - evaluated["eval/rewards/accuracies"])
     if "over the champion's reference" in compared:
         ours, theirs = (
-            pd.read_parquet(ground.services.store.folder("evaluation", fingerprint) / "pairs.parquet").set_index("row")
+            pd.read_parquet(baseline.services.store.folder("evaluation", fingerprint) / "pairs.parquet").set_index(
+                "row"
+            )
             for fingerprint in (evaluated["fingerprint"], champion.fingerprint_of("evaluation"))
         )
         for whose, policy in (("candidate", ours), ("champion", theirs)):
@@ -267,18 +269,18 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
             rate = released[f"{whose}_error_rate_over_champions_reference"]
             assert rate == pytest.approx((chosen <= rejected).mean()), whose
         assert (ours["reference_chosen_logprob"] - theirs["reference_chosen_logprob"]).abs().min() > 1e-3
-    versions = [v for v in ground.services.registry.versions() if v.name == name]
+    versions = [v for v in baseline.services.registry.versions() if v.name == name]
     assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])
 
 
-def test_one_whose_loss_has_no_reference_is_measured_over_the_recipes(ground: Ground, comparison: Comparison):
-    folder = ground.folders["sweep"]
+def test_loss_without_a_reference_is_measured_over_the_recipes_reference(baseline: Baseline, comparison: Comparison):
+    folder = baseline.folders["sweep"]
     before = (folder / "defs.yaml").read_text()
     try:
         write_recipe(folder, {**SWEEP, "variants": {"cpo": {"training": {"loss": {"type": "cpo"}}}}})
-        assert materialize(load_recipe(folder, "cpo"), ground.services, ground.instance).succeeded
+        assert materialize(load_recipe(folder, "cpo"), baseline.services, baseline.instance).succeeded
         loaded = load_recipes(folder)
-        found = compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+        found = compare([last_evaluated(each.pipeline, baseline.services, baseline.instance) for each in loaded])
     finally:
         (folder / "defs.yaml").write_text(before)
     own, other = found.recipes

@@ -1,4 +1,4 @@
-"""Checks of a person's own, in Python files beside the recipes: a run of the command line has them as Dagster's runs have."""
+"""A user's own checks, in Python files beside the recipes: runs of the command line include them, as Dagster's do."""
 
 import re
 import sys
@@ -28,13 +28,13 @@ SHORT = f"""
 def short(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(passed={{passed}}, description="{SAID}")
 """
-# Of an asset that is made in no time.
+# An asset that is made in no time.
 SOURCE = HEAD + SHORT.format(asset="preference_source", blocking=True, passed=False)
 
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch) -> Iterator[Path]:
-    """An empty folder of recipes, `team.defs`, in the place of the project's."""
+    """Put an empty folder of recipes, `team.defs`, in place of the project's."""
     folder = tmp_path / "team" / "defs"
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -90,7 +90,7 @@ def test_a_blocking_check_that_fails_keeps_a_policy_from_being_released(beside, 
     assert services.registry.champion("small") is None
 
 
-def test_one_that_passes_or_does_not_block_lets_it_go_on(beside, run):
+def test_passing_or_nonblocking_check_does_not_stop_the_release(beside, run):
     text = SHORT.format(asset="policy", blocking=True, passed=True)
     other = SHORT.format(asset="evaluation", blocking=False, passed=False)
     (beside / "quality.py").write_text(HEAD + text + other.replace("def short", "def polite"))
@@ -101,8 +101,8 @@ def test_one_that_passes_or_does_not_block_lets_it_go_on(beside, run):
     assert "failed" not in outcomes(report).values()
 
 
-def test_the_automation_sees_that_a_blocking_one_has_passed(beside, run, small, services, instance):
-    """What lies below a blocking check that has not seen the latest materialization would be asked for no more."""
+def test_automation_counts_a_passed_blocking_check(beside, run, small, services, instance):
+    """A blocking check without a result for the latest materialization would stop all requests below it."""
     (beside / "quality.py").write_text(HEAD + SHORT.format(asset="policy", blocking=True, passed=True))
     cursor = None
 
@@ -123,7 +123,7 @@ def test_the_automation_sees_that_a_blocking_one_has_passed(beside, run, small, 
     assert tick() == {"evaluation_spec", "evaluation", "released_model"}
 
 
-def test_a_run_of_what_lies_above_leaves_it_out(beside, run):
+def test_run_of_assets_above_skips_the_check(beside, run):
     (beside / "quality.py").write_text(HEAD + SHORT.format(asset="policy", blocking=True, passed=False))
     assert run(asset="tokenized_pairs").succeeded
 
@@ -132,7 +132,7 @@ def failures(report: RunReport) -> dict[str, str | None]:
     return {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
 
 
-def test_one_that_breaks_is_told_as_what_failed_and_not_the_other_that_only_warns(beside, run):
+def test_crashing_check_is_reported_instead_of_a_warning(beside, run):
     polite = SHORT.format(asset="preference_source", blocking=False, passed=False).replace("def short", "def polite")
     (beside / "quality.py").write_text(
         SOURCE.replace("return", "raise ValueError('no such file')\n    return") + polite
@@ -143,7 +143,7 @@ def test_one_that_breaks_is_told_as_what_failed_and_not_the_other_that_only_warn
     assert report.warnings == [CheckRun("preference_source", "polite", False, False, SAID)]
 
 
-def test_one_that_is_interrupted_ends_a_sweep(beside, run):
+def test_interrupted_check_ends_a_sweep(beside, run):
     interrupted = "raise dg.DagsterExecutionInterruptedError()\n    return"
     polite = SHORT.format(asset="preference_source", blocking=False, passed=False).replace("def short", "def polite")
     (beside / "quality.py").write_text(SOURCE.replace("return", interrupted) + polite)
@@ -152,8 +152,8 @@ def test_one_that_is_interrupted_ends_a_sweep(beside, run):
 
 
 @pytest.mark.parametrize(("severity", "succeeded"), [("WARN", True), ("ERROR", False)])
-def test_what_only_warns_is_told_beside_what_stops(beside, run, severity, succeeded):
-    """A blocking check of which the result has the severity of a warning stops nothing in Dagster. One has no description."""
+def test_warning_is_reported_beside_an_error(beside, run, severity, succeeded):
+    """A blocking check whose result has the severity of a warning stops nothing in Dagster. One has no description."""
     short = SOURCE.replace("passed=False", f"passed=False, severity=dg.AssetCheckSeverity.{severity}")
     silent = SHORT.format(asset="preference_source", blocking=False, passed=False).replace("def short", "def silent")
     (beside / "quality.py").write_text(short + silent.replace(f', description="{SAID}"', ""))
@@ -164,8 +164,8 @@ def test_what_only_warns_is_told_beside_what_stops(beside, run, severity, succee
     assert told == {"the check silent failed"} | ({f"the check short failed: {SAID}"} if succeeded else set())
 
 
-def test_of_a_check_of_several_assets_those_fail_that_it_refuses(beside, run):
-    """It can be run for some of them, and here gives results for others too, one of another recipe."""
+def test_check_of_several_assets_fails_only_refused_ones(beside, run):
+    """It can run for some of them. Here it returns results for other assets too, one of another recipe."""
     (beside / "quality.py").write_text(
         HEAD
         + dedent("""\
@@ -193,16 +193,16 @@ def test_of_a_check_of_several_assets_those_fail_that_it_refuses(beside, run):
         {"group/deep/quality.py": SOURCE, ".ipynb_checkpoints/old.py": "nothing", "._quality.py": "\0\5\26"},
     ],
 )
-def test_they_are_found_wherever_dagster_finds_them(beside, run, written):
-    """As assets, in folders of components, or deep; what is hidden nobody reads."""
+def test_checks_are_found_where_dagster_finds_them(beside, run, written):
+    """As assets, in folders of components, or deep; hidden files are not read."""
     for name, text in written.items():
         (beside / name).parent.mkdir(parents=True, exist_ok=True)
         (beside / name).write_text(text)
     assert failures(run(asset="preference_source")) == {"preference_source": f"the check short failed: {SAID}"}
 
 
-def test_those_of_other_recipes_and_files_of_a_recipe_s_own_are_left_alone(beside, small, tmp_path):
-    """Also where a recipe beside them is wrong, or another file has no checks."""
+def test_checks_of_other_recipes_are_ignored(beside, small, tmp_path):
+    """Also if a recipe beside them is invalid, or another file has no checks."""
     find = partial(find_user_checks, small.pipeline, "team.defs", beside)
     assert find().checks == []
     text = HEAD + SHORT.format(asset="policy", blocking=True, passed=False)
@@ -216,14 +216,14 @@ def test_those_of_other_recipes_and_files_of_a_recipe_s_own_are_left_alone(besid
     assert list(check.check_keys) == [dg.AssetCheckKey(small.pipeline.key("policy"), "short")]
 
 
-def test_a_run_waits_for_their_pools_as_well(beside, small):
+def test_run_waits_for_pools_of_checks(beside, small):
     (beside / "quality.py").write_text(SOURCE.replace("blocking=True", 'blocking=True, pool="gpu"'))
     own = find_user_checks(small.pipeline, "team.defs", beside)
     source, policy = small.pipeline.key("preference_source"), small.pipeline.key("policy")
     assert (own.pools([source, policy]), own.pools([policy])) == ({"gpu"}, set())
 
 
-def test_their_resources_come_with_them(beside, run):
+def test_resources_of_checks_are_loaded(beside, run):
     (beside / "quality.py").write_text(
         HEAD
         + dedent("""\
@@ -248,8 +248,8 @@ def test_their_resources_come_with_them(beside, run):
         ("def", r": SyntaxError: "),
     ],
 )
-def test_a_file_that_cannot_be_loaded_ends_the_run_before_it_begins(beside, run, text, told):
-    """A check of which nobody knows must not let a policy through."""
+def test_unloadable_file_of_checks_ends_the_run_early(beside, run, text, told):
+    """An unknown check must not let a policy through."""
     (beside / "quality.py").write_text(HEAD + text + "\n")
     with pytest.raises(UsageError, match=rf"^/\S+/defs/quality\.py{told}.*; nothing runs until it can be loaded"):
         run()
@@ -261,8 +261,8 @@ CONFIGURED = SOURCE.replace("blocking=True", "blocking=True, config_schema={'lea
 @pytest.mark.parametrize(
     "first", [SOURCE, CONFIGURED, SOURCE.replace("short", "rewards_finite").replace("preference_source", "policy")]
 )
-def test_those_that_cannot_be_run_are_refused_with_their_place(beside, run, first):
-    """Two of one name, one that wants configuration, one with the name of ours."""
+def test_unrunnable_checks_are_refused_with_their_file(beside, run, first):
+    """Two of one name, one that needs configuration, one with the name of ours."""
     (beside / "quality.py").write_text(first)
     if first == SOURCE:
         (beside / "copy.py").write_text(SOURCE)
@@ -284,7 +284,7 @@ json.dump({"exact_match": float("It is 5." in answer)}, open(figures, "w"))
 
 
 def test_the_example_measures_a_policy_once(beside, run, tmp_path):
-    """A random model knows no sums. Figures that are there already, better ones here, are taken as they are."""
+    """A random model cannot add. Existing figures, better ones here, are used as they are."""
     (tmp_path / "measure.py").write_text(MEASURE)
     _, example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     example = example.replace('"demo"', '"small"').replace("/srv/figures", "/srv").replace("/srv", str(tmp_path))
@@ -301,8 +301,8 @@ def test_the_example_measures_a_policy_once(beside, run, tmp_path):
     assert CheckRun("policy", "arithmetic", True, False, f"90.0% {told}") in report.checks
 
 
-def test_a_recipe_that_is_shown_alone_has_the_checks_that_are_about_it(beside, small):
-    """A benchmark that keeps policies from being released counts there too. Notices of runs go on, since they start nothing."""
+def test_recipe_shown_alone_has_its_checks(beside, small):
+    """A benchmark that blocks releases counts there too. Notices of runs stay, because they start nothing."""
     other = (
         SHORT.format(asset="policy", blocking=True, passed=True).replace("small", "demo").replace("short", "of_demo")
     )

@@ -1,4 +1,4 @@
-"""What `pedigree verify` finds: nothing where nothing is wrong, and each kind of harm by its name."""
+"""`pedigree verify`: it finds nothing wrong in an intact home, and names each kind of damage."""
 
 import errno
 import json
@@ -23,59 +23,59 @@ from workflows.commands.verify import agrees, verify
 pytestmark = pytest.mark.slow
 
 
-def folder_of(looking, materialized, asset):
+def folder_of(checkout, materialized, asset):
     [fingerprint] = [a["fingerprint"] for a in materialized[1]["assets"] if a["asset"] == asset]
-    return looking.home / "store" / asset / fingerprint
+    return checkout.home / "store" / asset / fingerprint
 
 
-def faults(looking):
-    found = verify(looking.pipeline, looking.services, looking.instance, rows=0)
+def faults(checkout):
+    found = verify(checkout.pipeline, checkout.services, checkout.instance, rows=0)
     assert found.ok == all(asset.ok for asset in found.artifacts)
     return {asset.asset: asset.fault for asset in found.artifacts if not asset.ok}
 
 
-def test_a_sound_recipe(looking, materialized):
-    """The live values are not the stored ones read again: the table holds sums of what another batch gave."""
-    found = verify(looking.pipeline, looking.services, looking.instance, rows=5)
+def test_verify_of_an_intact_recipe_finds_nothing(checkout, materialized):
+    """The live values are computed anew: the table holds sums of another batch."""
+    found = verify(checkout.pipeline, checkout.services, checkout.instance, rows=5)
     assert found.ok and found.tolerance == 0.001 and found.advice is None
     assert [a.asset for a in found.artifacts] == [a["asset"] for a in materialized[1]["assets"]]
-    stored = load_file(folder_of(looking, materialized, "reference_logprobs") / "logprobs.safetensors")
+    stored = load_file(folder_of(checkout, materialized, "reference_logprobs") / "logprobs.safetensors")
     assert [row["row"] for row in found.rescored] == [0, 40, 80, 119, 159]
     for row in found.rescored:
         assert row["chosen"]["stored"] == stored["chosen_logprobs"][row["row"]]
         assert math.isclose(row["chosen"]["live"], row["chosen"]["stored"], abs_tol=1e-3)
 
 
-def test_what_lies_outside_the_store(looking):
-    (looking.folder / "preferences.jsonl").write_text("{}\n")
-    flip(looking.folder / "base" / "model.safetensors")
-    assert faults(looking) == {
+def test_verify_of_changed_files_outside_the_store(checkout):
+    (checkout.folder / "preferences.jsonl").write_text("{}\n")
+    flip(checkout.folder / "base" / "model.safetensors")
+    assert faults(checkout) == {
         "preference_source": "preferences.jsonl differs (160 -> 1 rows read)",
         "base_model": "model.safetensors differs",
     }
 
 
-def test_what_is_no_longer_outside_the_store(looking):
-    (looking.folder / "preferences.jsonl").unlink()
-    [(asset, fault)] = faults(looking).items()
+def test_verify_of_missing_files_outside_the_store(checkout):
+    (checkout.folder / "preferences.jsonl").unlink()
+    [(asset, fault)] = faults(checkout).items()
     assert asset == "preference_source" and "preferences.jsonl" in fault and "does not exist" in fault
 
 
-def test_what_was_released_under_another_name_is_still_whole(looking):
-    edit(looking, {**ATTRIBUTES, "release": {"model_name": "renamed"}})
-    assert faults(looking) == {}
+def test_verify_of_a_release_under_another_name_finds_nothing(checkout):
+    edit(checkout, {**ATTRIBUTES, "release": {"model_name": "renamed"}})
+    assert faults(checkout) == {}
 
 
-def test_flipped_bits_and_lost_files(looking, materialized):
-    flip(folder_of(looking, materialized, "policy") / "model.safetensors")
-    (folder_of(looking, materialized, "evaluation") / "report.html").unlink()
-    flip(folder_of(looking, materialized, "evaluation_spec") / "manifest.json")
-    shutil.rmtree(folder_of(looking, materialized, "training_spec"))
-    flip(next((looking.home / "store" / "memo").glob("*/*/*.safetensors")))
-    record = looking.home / "store" / "keys" / "raw_preferences"
+def test_verify_reports_flipped_bits_and_missing_files(checkout, materialized):
+    flip(folder_of(checkout, materialized, "policy") / "model.safetensors")
+    (folder_of(checkout, materialized, "evaluation") / "report.html").unlink()
+    flip(folder_of(checkout, materialized, "evaluation_spec") / "manifest.json")
+    shutil.rmtree(folder_of(checkout, materialized, "training_spec"))
+    flip(next((checkout.home / "store" / "memo").glob("*/*/*.safetensors")))
+    record = checkout.home / "store" / "keys" / "raw_preferences"
     flip(next(record.iterdir()))
     next((record.parent / "tokenized_pairs").iterdir()).unlink()
-    found = faults(looking)
+    found = faults(checkout)
     assert found["raw_preferences"] == CORRUPT_RECORD
     assert found["tokenized_pairs"] == "the record of how it was made is no longer in the store"
     assert found["policy"] == "file model.safetensors of its artifact is corrupt"
@@ -85,8 +85,8 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
 
 
-def test_a_file_that_the_disk_refuses_is_told_beside_the_rest(looking, materialized, monkeypatch):
-    folder = folder_of(looking, materialized, "policy")
+def test_verify_reports_an_unreadable_file_beside_the_rest(checkout, materialized, monkeypatch):
+    folder = folder_of(checkout, materialized, "policy")
 
     def refused(paths, cache):
         if any(path.is_relative_to(folder) for path in paths):
@@ -94,14 +94,14 @@ def test_a_file_that_the_disk_refuses_is_told_beside_the_rest(looking, materiali
         return file_hashes(paths, cache)
 
     monkeypatch.setattr("training.contract.store.manifest.file_hashes", refused)
-    flip(folder_of(looking, materialized, "evaluation") / "report.html")
-    found = faults(looking)
+    flip(folder_of(checkout, materialized, "evaluation") / "report.html")
+    found = faults(checkout)
     assert set(found) == {"policy", "evaluation"} and f"{folder} cannot be read: " in found["policy"]
 
 
-def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized):
-    """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
-    folder = folder_of(looking, materialized, "reference_logprobs")
+def test_verify_finds_a_wrong_value_by_scoring_again(checkout, materialized):
+    """A table with one wrong value and a fitting manifest, as a wrong mask or precision would give."""
+    folder = folder_of(checkout, materialized, "reference_logprobs")
     table = LogProbTable.read(folder, 160)
     table.logprobs_P2[0, 0] += np.float64(0.5)
     table.write(folder)
@@ -109,14 +109,14 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     entry = manifest.files[name].model_copy(update={"sha256": hash_file(folder / name)})
     fitting = manifest.model_copy(update={"files": {**manifest.files, name: entry}})
     (folder / MANIFEST).write_bytes(fitting.dumps())
-    done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")
+    done = Home(checkout.home).pedigree("verify", str(checkout.folder), "--rows", "3", "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert not found["ok"] and all(asset["ok"] and asset["fault"] is None for asset in found["artifacts"])
     [row] = [r for r in found["rescored"] if r["row"] == 0]
     assert row["chosen"]["stored"] - row["chosen"]["live"] == pytest.approx(0.5, abs=1e-3)
     assert row["rejected"]["stored"] == pytest.approx(row["rejected"]["live"], abs=1e-3)
-    assert f"`pedigree rescore {looking.pipeline.argument}` sets them aside" in found["advice"]
+    assert f"`pedigree rescore {checkout.pipeline.argument}` sets them aside" in found["advice"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,6 @@ def test_a_row_agrees_where_both_sides_do(chosen, rejected, agree):
     assert agrees(row) == agree
 
 
-def test_nothing_to_verify_is_wrong_use(looking):
+def test_nothing_to_verify_is_wrong_use(checkout):
     with dg.DagsterInstance.ephemeral() as instance, pytest.raises(UsageError, match=r"pedigree run \S+/small`"):
-        verify(looking.pipeline, looking.services, instance, rows=1)
+        verify(checkout.pipeline, checkout.services, instance, rows=1)

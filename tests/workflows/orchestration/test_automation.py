@@ -1,4 +1,4 @@
-"""What materializes without anybody asking: what the schedule, the sensor and the conditions ask for, and when."""
+"""Automatic materialization: requests of the schedule, the sensor and the conditions, and their time."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ ROW = {
 
 
 class Sensed:
-    """A recipe's sensor with its cursor, and the means to make the run that it asks for see the data."""
+    """A recipe's sensor with its cursor, and a stand-in for the runs that it requests."""
 
     def __init__(self, folder, instance):
         self.folder, self.instance, self.cursor = folder, instance, None
@@ -39,7 +39,7 @@ class Sensed:
         rows = [{**ROW, "prompt": [{"role": "user", "content": text}]} for text in texts]
         (self.folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def look(self):
+    def materialize_sources(self):
         """Materialize the two sources, as every run does first."""
         job = self.definitions.resolve_implicit_global_asset_job_def()
         keys = [self.pipeline.key(name) for name in ("preference_source", "base_model")]
@@ -53,7 +53,7 @@ class Sensed:
         return result
 
     def requests(self):
-        """How many runs one tick asks for."""
+        """Return the number of runs that one tick requests."""
         return len(self.tick().run_requests or [])
 
 
@@ -68,18 +68,18 @@ def sensed(tmp_path, monkeypatch, small_recipe):
         yield sensed
 
 
-def test_the_sensor_leaves_the_first_run_to_a_person(sensed):
+def test_sensor_does_not_request_the_first_run(sensed):
     assert sensed.requests() == 0
 
 
-def test_the_sensor_asks_once_for_each_change_of_the_bytes(sensed):
-    sensed.look()
+def test_sensor_requests_one_run_for_each_change_of_the_bytes(sensed):
+    sensed.materialize_sources()
     assert sensed.requests() == 0
     (sensed.folder / "preferences.jsonl").touch()
     assert sensed.requests() == 0
     sensed.write("Why?", "How?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
-    sensed.look()
+    sensed.materialize_sources()
     assert sensed.requests() == 0
     sensed.write("Why?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
@@ -90,7 +90,7 @@ def test_a_file_of_another_name_is_the_same_data(sensed):
     write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": "data"}]}})
     (sensed.folder / "preferences.jsonl").rename(sensed.folder / "data" / "monday.jsonl")
     sensed = Sensed(sensed.folder, sensed.instance)
-    sensed.look()
+    sensed.materialize_sources()
     (sensed.folder / "data" / "monday.jsonl").rename(sensed.folder / "data" / "tuesday.jsonl")
     assert sensed.requests() == 0
 
@@ -99,13 +99,13 @@ def test_a_file_of_another_name_is_the_same_data(sensed):
     "paths", [["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"]], ids=["two sources", "another order"]
 )
 def test_the_same_files_as_other_sources_are_other_data(sensed, paths):
-    """A source has settings of its own, and the order of the rows decides what a batch is made of."""
+    """A source has settings of its own, and the order of the rows decides the batches."""
     for name in "ab":
         sensed.write(f"{name}?")
         (sensed.folder / "preferences.jsonl").rename(sensed.folder / f"{name}.jsonl")
     write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": "[ab].jsonl"}]}})
     sensed = Sensed(sensed.folder, sensed.instance)
-    sensed.look()
+    sensed.materialize_sources()
     write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": path} for path in paths]}})
     sensed = Sensed(sensed.folder, sensed.instance)
     [request] = sensed.tick().run_requests
@@ -113,12 +113,12 @@ def test_the_same_files_as_other_sources_are_other_data(sensed, paths):
     assert request.tags["pedigree/cause"] == cause
     found = status(sensed.pipeline, build_services(pedigree_home()), sensed.instance)[0]
     assert f"{found.asset}: {'; '.join(found.causes)}" == cause
-    sensed.look()
+    sensed.materialize_sources()
     assert sensed.requests() == 0
 
 
-def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
-    sensed.look()
+def test_request_without_a_run_is_repeated_after_an_hour(sensed):
+    sensed.materialize_sources()
     sensed.write("Why?", "How?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
     seen, when, observed = sensed.cursor.split(" ")
@@ -130,18 +130,18 @@ def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
     assert sensed.requests() == 1
 
 
-def cancel_look(sensed):
-    """A run of what records the world has begun, and a person stops it."""
+def cancel_source_run(sensed):
+    """Begin a run that records the sources, and stop it as a user does."""
     job = sensed.definitions.resolve_job_def("small_look")
     run = sensed.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
     sensed.instance.report_run_canceled(run)
 
 
-def test_the_sensor_does_not_repeat_a_request_whose_run_a_person_has_stopped(sensed):
-    sensed.look()
+def test_sensor_does_not_repeat_a_request_whose_run_was_stopped(sensed):
+    sensed.materialize_sources()
     sensed.write("Why?", "How?")
     assert sensed.requests() == 1
-    cancel_look(sensed)
+    cancel_source_run(sensed)
     seen, when, observed = sensed.cursor.split(" ")
     sensed.cursor = f"{seen} {float(when) - 3601} {observed}"
     assert [sensed.requests(), sensed.requests()] == [0, 0]
@@ -149,21 +149,21 @@ def test_the_sensor_does_not_repeat_a_request_whose_run_a_person_has_stopped(sen
     assert [sensed.requests(), sensed.requests()] == [1, 0]
 
 
-def test_the_sensor_asks_for_no_change_whose_run_a_person_started_and_stopped(sensed):
-    """Before it had recorded the data. What changes after the sensor has looked is asked for."""
-    sensed.look()
+def test_sensor_does_not_request_a_change_whose_manual_run_was_stopped(sensed):
+    """The run had not recorded the data yet. A change after the sensor's tick is requested."""
+    sensed.materialize_sources()
     assert sensed.requests() == 0
     sensed.write("Why?", "How?")
-    cancel_look(sensed)
+    cancel_source_run(sensed)
     assert [sensed.requests(), sensed.requests()] == [0, 0]
     sensed.write("Why?", "Who?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
-    sensed.look()
+    sensed.materialize_sources()
     assert sensed.requests() == 0
 
 
-def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
-    sensed.look()
+def test_sensor_requests_the_source_assets_and_logs_the_causes(sensed):
+    sensed.materialize_sources()
     sensed.write("Why?", "How?")
     [request] = sensed.tick().run_requests
     assert request.tags["pedigree/cause"] == "preference_source: preferences.jsonl differs (1 -> 2 rows read)"
@@ -174,13 +174,13 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
 
 
 def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_version(sensed, small_recipe):
-    """As if the tokenizer's job had been run: what it would have published, and the word of it to Dagster."""
+    """Record a tokenizer's job: its published artifact, and the report of it to Dagster."""
     base, services = sensed.folder / "base", build_services(pedigree_home())
     base.unlink()
     shutil.copytree(small_recipe / "base", base)
     template, sensed = base / "chat_template.jinja", Sensed(sensed.folder, sensed.instance)
     sensed.write("Why?")
-    sensed.look()
+    sensed.materialize_sources()
     how = find_tokenizer(sensed.pipeline, services).derivation
     with services.store.staging() as staging:
         shutil.copytree(base, staging / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -212,26 +212,26 @@ def test_a_materialization_shows_what_changed(sensed):
     def shown(asset):
         return latest(sensed.instance, sensed.pipeline.key(asset)).metadata["changes"]
 
-    sensed.look()
+    sensed.materialize_sources()
     assert shown("preference_source") == "first materialization"
     sensed.write("Why?", "How?")
-    sensed.look()
+    sensed.materialize_sources()
     assert "preferences.jsonl differs (1 -> 2 rows read)" in shown("preference_source")
     assert shown("base_model") == "nothing"
 
 
-def test_the_sensor_closes_a_run_whose_process_is_gone(sensed):
-    """What such a run was to make would count as in progress for ever, and the conditions would never ask for it."""
+def test_sensor_fails_a_run_whose_process_is_dead(sensed):
+    """The assets of such a run would stay in progress for ever, and the conditions would never request them."""
     home = pedigree_home()
     gone = home / "processes" / "gone.lock"
     run = sensed.instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
     sensed.instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {gone}"})
-    sensed.look()
+    sensed.materialize_sources()
     sensed.tick()
     assert sensed.instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.FAILURE
 
 
-def test_the_schedule_asks_for_the_whole_graph(sensed):
+def test_schedule_requests_the_whole_graph(sensed):
     definitions = sensed.definitions
     schedule = definitions.resolve_schedule_def("small_schedule")
     assert schedule.cron_schedule == "0 6 * * 1"
@@ -246,13 +246,13 @@ def test_the_schedule_keeps_the_time_of_its_timezone(tmp_path, given, kept):
     assert definitions_of(folder).resolve_schedule_def("small_schedule").execution_timezone == kept
 
 
-def test_an_identical_materialization_asks_for_nothing(conditions):
+def test_identical_materialization_requests_nothing(conditions):
     conditions.materialize(1, "preference_source", "tokenization_spec", "tokenized_pairs")
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
 
 
-def test_a_tick_asks_once_what_was_made_of_what(conditions, monkeypatch):
-    """A hundred variants have a hundred sensors, twice a minute each, and a question costs a dozen connections."""
+def test_tick_reads_materializations_once(conditions, monkeypatch):
+    """A hundred variants have a hundred sensors, twice a minute each, and a query costs a dozen connections."""
     asked = []
 
     def noted(instance, keys):
@@ -262,15 +262,15 @@ def test_a_tick_asks_once_what_was_made_of_what(conditions, monkeypatch):
     monkeypatch.setattr("assets.bodies.automation.latest_of", noted)
     assert (conditions.tick(), asked) == (set(), [len(GRAPH)])
     conditions.materialize(2, "preference_source")
-    assert (conditions.tick(), asked) == (BELOW_ROWS, [len(GRAPH)] * 2), "and each tick what is there then"
+    assert (conditions.tick(), asked) == (BELOW_ROWS, [len(GRAPH)] * 2), "each tick reads the current state"
 
 
-def test_new_data_ask_once_for_all_that_lies_below(conditions):
+def test_new_data_request_all_assets_below_once(conditions):
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     run = conditions.begin(*BELOW_ROWS)
     asked = []
-    for asset in GRAPH:  # as the run goes on, a tick between each two of its steps
+    for asset in GRAPH:  # one tick between each two steps of the run
         if asset in BELOW_ROWS:
             asked.append(conditions.tick())
             conditions.materialize(2, asset)
@@ -278,19 +278,19 @@ def test_new_data_ask_once_for_all_that_lies_below(conditions):
     assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 8
 
 
-def test_a_person_s_run_leaves_nothing_to_ask_for(conditions):
-    """Data that changed and were materialized, down to the release, before anybody looked: nothing is stale."""
+def test_manual_run_leaves_nothing_to_request(conditions):
+    """The data changed and were materialized, down to the release, before a tick: nothing is stale."""
     conditions.materialize(2, "preference_source", *(asset for asset in GRAPH if asset in BELOW_ROWS))
     assert [conditions.tick(), conditions.tick()] == [set()] * 2
 
 
-def test_a_changed_field_asks_for_its_spec_and_what_reads_it(conditions):
+def test_changed_field_requests_its_spec_and_the_assets_below(conditions):
     write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec", "policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
 
 
-def test_another_number_of_processes_asks_for_nothing(conditions):
+def test_another_number_of_processes_requests_nothing(conditions):
     write_recipe(conditions.folder, {**ATTRIBUTES, "compute": {"processes_per_node": 7}})
     assert conditions.tick() == set()
 
@@ -306,8 +306,8 @@ def test_a_failed_blocking_check_stops_what_follows_until_it_passes(conditions):
     assert conditions.tick() == set()
 
 
-def test_what_is_being_made_is_asked_for_once_its_run_has_ended(conditions):
-    """With what reads it: a run of the recipe as it was before has nothing to say about the one of now."""
+def test_asset_in_progress_is_requested_after_its_run(conditions):
+    """With the assets below: a run of the previous recipe does not count for the current one."""
     run = conditions.begin("policy")
     write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec"}
@@ -321,8 +321,8 @@ def test_what_is_being_made_is_asked_for_once_its_run_has_ended(conditions):
 @pytest.mark.parametrize(
     ("made", "below"), [("reference_logprobs", set()), ("reference_model", {"reference_logprobs"})]
 )
-def test_what_reads_an_artifact_that_is_being_made_waits_for_it(conditions, made, below):
-    """A policy that was trained on the one of before would be trained twice; of the two only the table has checks."""
+def test_asset_below_one_in_progress_waits_for_it(conditions, made, below):
+    """A policy trained on the previous artifact would be trained twice. Only one of the two inputs, the table, has checks."""
     run = conditions.begin(made)
     write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec"}
@@ -333,7 +333,7 @@ def test_what_reads_an_artifact_that_is_being_made_waits_for_it(conditions, made
 
 
 def test_a_run_that_fails_is_not_started_for_ever(conditions):
-    """The policy's training fails, and always will: what was made above it asks for it once more, then only a change does."""
+    """The policy's training always fails. A new materialization above requests it once more, then only a change does."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     asked = []
@@ -348,8 +348,8 @@ def test_a_run_that_fails_is_not_started_for_ever(conditions):
     assert conditions.tick() == BELOW_ROWS
 
 
-def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(conditions):
-    """New data, rows, tokens and log-probs while a policy is trained, which ends as one of the data before."""
+def test_change_during_a_run_is_requested_once_afterwards(conditions):
+    """New data, rows, tokens and log-probs during a training, whose policy belongs to the previous data."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     conditions.materialize(2, *ABOVE_POLICY)
@@ -365,8 +365,8 @@ def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(condition
     assert conditions.tick() == set()
 
 
-def test_what_changes_between_a_materialization_and_the_next_tick_is_seen(conditions):
-    """Rows of the data before are recorded, then other data: both since the last tick."""
+def test_change_between_a_materialization_and_the_next_tick_is_requested(conditions):
+    """Rows of the previous data are recorded, then other data: both since the last tick."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     conditions.materialize(2, "raw_preferences")
@@ -374,8 +374,8 @@ def test_what_changes_between_a_materialization_and_the_next_tick_is_seen(condit
     assert conditions.tick() == BELOW_ROWS
 
 
-def test_what_was_never_materialized_is_not_asked_for(tmp_path):
-    """Somebody looked at the data and no more: rows can be read of new data, and nothing can be tokenized."""
+def test_asset_that_was_never_materialized_is_not_requested(tmp_path):
+    """Only the data were materialized: rows can be read from new data, but nothing can be tokenized."""
     with dg.DagsterInstance.ephemeral() as instance:
         begun = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
         begun.materialize(1, "preference_source")
@@ -384,16 +384,16 @@ def test_what_was_never_materialized_is_not_asked_for(tmp_path):
         assert [begun.tick(), begun.tick()] == [{"raw_preferences"}, set()]
 
 
-def test_nobody_reads_a_warning_of_dagster_s(tmp_path):
-    """The sensor needs what Dagster calls beta, and would say so at every command."""
+def test_beta_warnings_of_dagster_are_hidden(tmp_path):
+    """Dagster warns at every command that the sensor uses a beta feature."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES))
     assert [str(word.message) for word in said if "dagster" in str(word.category).lower()] == []
 
 
-def test_without_on_change_nothing_asks(tmp_path):
-    """A sensor that looks has no job to ask for."""
+def test_sensor_without_on_change_requests_nothing(tmp_path):
+    """A sensor that only observes cannot request a run: it has no job."""
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"on_change": False}})
     definitions = definitions_of(folder)
     [sensor] = definitions.sensors

@@ -1,4 +1,4 @@
-"""The example of docs/lineage.md: who is told of runs that failed, and of new versions."""
+"""The example of docs/lineage.md: notices of failed runs and of new versions."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from workflows.recipes.discovery import load_recipe
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The texts that a webhook was sent."""
+    """Return the texts that a webhook received."""
     texts: list[str] = []
 
     class Webhook(BaseHTTPRequestHandler):
@@ -29,7 +29,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Webhook) as server:
         monkeypatch.setenv("NOTICES_URL", f"http://127.0.0.1:{server.server_port}/")
@@ -40,7 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_maker, packaged_here, told: list[str]):
+def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, demo_maker, packaged_here, told: list[str]):
     example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     sensors: dict[str, Any] = {}
     exec(example, sensors)

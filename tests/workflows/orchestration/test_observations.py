@@ -1,4 +1,4 @@
-"""What the pages of assets say of causes: one event for each change of these, and nothing that starts a run."""
+"""Causes on the pages of assets: one event for each change, and no run."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ LOOKING = {**ATTRIBUTES, "automation": {"on_change": False}}
 
 
 class Watched(Sensed):
-    """A recipe, the sensor that reports its causes, and what is on the pages of its assets."""
+    """A recipe, the sensor that reports its causes, and the events on the pages of its assets."""
 
     def __init__(self, folder: Path, instance: dg.DagsterInstance, sensor: str):
         super().__init__(folder, instance)
@@ -34,7 +34,7 @@ class Watched(Sensed):
         return result
 
     def events(self, asset: str = "preference_source"):
-        """State and causes of each observation, the first one first."""
+        """Return state and causes of each observation, the first one first."""
         records = self.instance.fetch_observations(self.pipeline.key(asset), limit=100, ascending=True).records
         said = [record.asset_observation.metadata for record in records]
         return [(metadata[STATE].value, metadata[CAUSES].value) for metadata in said]
@@ -67,9 +67,9 @@ def test_what_was_never_materialized_is_not_observed(watched):
 
 
 def test_each_change_of_the_causes_is_one_event(watched):
-    watched.look()
+    watched.materialize_sources()
     watched.tick()
-    assert watched.all_events() == {}, "fresh from the start is no news"
+    assert watched.all_events() == {}, "fresh from the start needs no event"
     watched.write("Why?", "How?")
     for _ in range(3):
         watched.tick()
@@ -78,22 +78,22 @@ def test_each_change_of_the_causes_is_one_event(watched):
     watched.tick()
     watched.tick()
     assert watched.events() == [stale(TWO_ROWS), stale(THREE_ROWS)]
-    watched.look()
+    watched.materialize_sources()
     watched.tick()
     watched.tick()
     assert watched.all_events() == {"preference_source": [stale(TWO_ROWS), stale(THREE_ROWS), FRESH]}
 
 
 def test_data_that_are_put_back_are_fresh_again(watched):
-    watched.look()
+    watched.materialize_sources()
     for texts in (["Why?", "How?"], ["Why?"], ["Why?", "How?"]):
         watched.write(*texts)
         watched.tick()
     assert watched.events() == [stale(TWO_ROWS), FRESH, stale(TWO_ROWS)]
 
 
-def test_a_sensor_that_lost_its_cursor_says_nothing_twice(watched):
-    watched.look()
+def test_sensor_with_a_lost_cursor_repeats_no_event(watched):
+    watched.materialize_sources()
     watched.write("Why?", "How?")
     watched.tick()
     watched.cursor = None
@@ -101,8 +101,8 @@ def test_a_sensor_that_lost_its_cursor_says_nothing_twice(watched):
     assert watched.events() == [stale(TWO_ROWS)]
 
 
-def test_an_observation_of_somebody_else_says_nothing_of_ours(watched):
-    watched.look()
+def test_observation_of_another_program_is_ignored(watched):
+    watched.materialize_sources()
     watched.instance.report_runless_asset_event(dg.AssetObservation(watched.pipeline.key("base_model")))
     watched.write("Why?", "How?")
     watched.tick()
@@ -123,7 +123,7 @@ def observe_all(conditions: Conditions, state, *causes):
 
 
 def test_an_observation_changes_no_data_version_and_starts_nothing(tmp_path):
-    """Of every asset, between two ticks, before and after real changes: the conditions ask what they would ask anyway."""
+    """Observe every asset between two ticks, before and after real changes: the conditions request the same."""
     with dg.DagsterInstance.ephemeral() as instance:
         conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
         conditions.tick()

@@ -1,4 +1,4 @@
-"""A recipe whose policy is an adapter, from its files to a champion, and all that reads such a policy afterwards."""
+"""A recipe whose policy is an adapter: run, release, and every command that reads such a policy."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from assets.pipeline.graph import GRAPH
 from model_registry.model_version import ROLLED_BACK_TAG
 from tests.workflows.homes import write_recipe
-from tests.workflows.in_process import Ground, run_in, write_inputs
+from tests.workflows.in_process import Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from training.contract.store.store import Artifact
@@ -40,43 +40,43 @@ ADAPTED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
     with run_in(tmp_path_factory.mktemp("adapted"), demo_maker, {"adapted": ADAPTED}) as made:
         yield made
 
 
 @pytest.fixture
-def policy(ground: Ground) -> Artifact:
-    return ground.services.store.open("policy", ground.fingerprints["adapted"]["policy"])
+def policy(baseline: Baseline) -> Artifact:
+    return baseline.services.store.open("policy", baseline.fingerprints["adapted"]["policy"])
 
 
 @pytest.fixture
-def peft_model(ground: Ground, policy: Artifact) -> torch.nn.Module:
-    """What somebody has who loads base and adapter with peft, without this program."""
+def peft_model(baseline: Baseline, policy: Artifact) -> torch.nn.Module:
+    """Load base and adapter with peft, without this program."""
     return PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(ground.folders["adapted"] / "base"), policy.folder
+        AutoModelForCausalLM.from_pretrained(baseline.folders["adapted"] / "base"), policy.folder
     )
 
 
-def test_the_policy_is_a_few_small_files_and_learned_something(ground: Ground, policy: Artifact):
+def test_the_policy_is_a_few_small_files_and_learned_something(baseline: Baseline, policy: Artifact):
     names = policy.manifest.files.keys()
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "recipe.json"} <= names
     assert not {"model.safetensors", "config.json"} & names
-    evaluation = ground.services.store.open("evaluation", ground.fingerprints["adapted"]["evaluation"])
+    evaluation = baseline.services.store.open("evaluation", baseline.fingerprints["adapted"]["evaluation"])
     assert evaluation.json("metrics.json")["eval/loss"] != pytest.approx(0.693147, abs=1e-4)
 
 
-def test_a_second_run_computes_nothing(ground: Ground):
-    loaded = load_recipe(ground.folders["adapted"])
-    assert {asset.state for asset in status(loaded.pipeline, ground.services, ground.instance)} == {"fresh"}
-    report = materialize(loaded, ground.services, ground.instance)
+def test_a_second_run_computes_nothing(baseline: Baseline):
+    loaded = load_recipe(baseline.folders["adapted"])
+    assert {asset.state for asset in status(loaded.pipeline, baseline.services, baseline.instance)} == {"fresh"}
+    report = materialize(loaded, baseline.services, baseline.instance)
     assert {asset.outcome for asset in report.assets} == {"reused"} and len(report.assets) == len(GRAPH)
 
 
 def test_the_champion_is_a_plain_model_that_answers_as_base_and_adapter_do(
-    ground: Ground, peft_model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+    baseline: Baseline, peft_model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", ground.services.registry.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", baseline.services.registry.tracking_uri)
     model = mlflow.transformers.load_model("models:/adapted@champion").model.float().eval()
     assert type(model).__name__ == "LlamaForCausalLM" and not any(
         "lora" in name for name, _ in model.named_parameters()
@@ -86,31 +86,31 @@ def test_the_champion_is_a_plain_model_that_answers_as_base_and_adapter_do(
         torch.testing.assert_close(model(ids).logits, peft_model.eval()(ids).logits, atol=2e-5, rtol=0)
 
 
-def test_it_is_verified(ground: Ground):
-    found = verify(load_recipe(ground.folders["adapted"]).pipeline, ground.services, ground.instance, rows=2)
+def test_it_is_verified(baseline: Baseline):
+    found = verify(load_recipe(baseline.folders["adapted"]).pipeline, baseline.services, baseline.instance, rows=2)
     assert found.ok and len(found.artifacts) == len(GRAPH), found
 
 
-def test_a_version_of_other_weights_is_found_out(ground: Ground):
-    pipeline, registry = load_recipe(ground.folders["adapted"]).pipeline, ground.services.registry
+def test_verify_reports_a_version_with_other_weights(baseline: Baseline):
+    pipeline, registry = load_recipe(baseline.folders["adapted"]).pipeline, baseline.services.registry
     file = registry.resolve("models:/adapted@champion") / "model.safetensors"
     content = file.read_bytes()
     try:
-        file.unlink()  # it is a link to the store's
+        file.unlink()  # a hard link to the store's file
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        [fault] = [a.fault for a in verify(pipeline, ground.services, ground.instance, rows=0).artifacts if a.fault]
+        [fault] = [a.fault for a in verify(pipeline, baseline.services, baseline.instance, rows=0).artifacts if a.fault]
     finally:
         file.write_bytes(content)
     assert fault.startswith("the files of version 1 of adapted hold the weights ")
 
 
-def test_inspect_scores_a_pair_with_base_and_adapter(ground: Ground, peft_model: torch.nn.Module):
-    pipeline = load_recipe(ground.folders["adapted"]).pipeline
+def test_inspect_scores_a_pair_with_base_and_adapter(baseline: Baseline, peft_model: torch.nn.Module):
+    pipeline = load_recipe(baseline.folders["adapted"]).pipeline
     pairs = Pairs.open(
-        ground.services.store.open("tokenized_pairs", ground.fingerprints["adapted"]["tokenized_pairs"]).folder
+        baseline.services.store.open("tokenized_pairs", baseline.fingerprints["adapted"]["tokenized_pairs"]).folder
     )
     at = int(pairs.indices("train")[0])
-    found = inspect_row(pipeline, ground.services, ground.instance, int(pairs.rows[at]), score=True)
+    found = inspect_row(pipeline, baseline.services, baseline.instance, int(pairs.rows[at]), score=True)
     sequence = pairs.sequence(at, "chosen")
     with torch.no_grad():
         logps = peft_model.eval()(sequence.ids_T[None]).logits[0, :-1].log_softmax(-1)
@@ -118,43 +118,43 @@ def test_inspect_scores_a_pair_with_base_and_adapter(ground: Ground, peft_model:
     assert found.chosen.policy_logprob == pytest.approx(float(exact), abs=1e-3)
 
 
-def test_nothing_that_the_version_stands_on_is_garbage(ground: Ground):
-    kinds = {item.kind for item in collect(ground.services, ground.instance).garbage}
+def test_gc_keeps_the_lineage_of_the_version(baseline: Baseline):
+    kinds = {item.kind for item in collect(baseline.services, baseline.instance).garbage}
     assert kinds <= {"proof", "job"}
 
 
-def test_files_of_the_champion_that_are_gone_are_put_back_merged(ground: Ground):
-    registry = ground.services.registry
+def test_missing_files_of_the_champion_are_restored_merged(baseline: Baseline):
+    registry = baseline.services.registry
     merged = weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion")))
-    shutil.rmtree(ground.home / "artifacts")
-    assert materialize(load_recipe(ground.folders["adapted"]), ground.services, ground.instance).succeeded
+    shutil.rmtree(baseline.home / "artifacts")
+    assert materialize(load_recipe(baseline.folders["adapted"]), baseline.services, baseline.instance).succeeded
     assert weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion"))) == merged
 
 
 def spoil(file: Path, content: bytes) -> None:
-    file.unlink()  # it is a link to the store's
+    file.unlink()  # a hard link to the store's file
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_maker: ModuleType, tmp_path: Path):
+def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo_maker: ModuleType, tmp_path: Path):
     later = {**ADAPTED, "reference": {"model": "models:/adapted@champion"}, "release": {"model_name": "later"}}
     folder = write_recipe(tmp_path / "later", later)
     write_inputs(folder, demo_maker)
     loaded = load_recipe(folder)
-    report = materialize(loaded, ground.services, ground.instance)
+    report = materialize(loaded, baseline.services, baseline.instance)
     assert report.succeeded, report
     made = {asset.asset: asset.fingerprint for asset in report.assets}
-    champion = ground.services.registry.resolve("models:/adapted@champion")
+    champion = baseline.services.registry.resolve("models:/adapted@champion")
     assert made["reference_model"] == weights_fingerprint(weights_identity(champion))
     file = champion / "model.safetensors"
     content = file.read_bytes()
     spoil(file, content)
-    assert materialize(loaded, ground.services, ground.instance).succeeded and file.read_bytes() == content
+    assert materialize(loaded, baseline.services, baseline.instance).succeeded and file.read_bytes() == content
     spoil(file, content)
-    merged = ground.services.store.folder("merged_policy", made["reference_model"])
+    merged = baseline.services.store.folder("merged_policy", made["reference_model"])
     merged.rename(merged.with_name("elsewhere"))
     try:
-        failed = materialize(loaded, ground.services, ground.instance)
+        failed = materialize(loaded, baseline.services, baseline.instance)
     finally:
         merged.with_name("elsewhere").rename(merged)
         file.write_bytes(content)
@@ -165,13 +165,13 @@ def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_mak
     assert re.search(spoiled, error), error
 
 
-def test_rolled_back_as_an_adapter_it_does_not_return_as_a_whole_model(ground: Ground):
-    """Merged before it is released or before it is a policy: the weights are the same, and a person has refused them."""
-    registry, folder = ground.services.registry, ground.folders["adapted"]
+def test_policy_rolled_back_as_an_adapter_does_not_return_merged(baseline: Baseline):
+    """Merging before the release or before publication gives the same weights, which a user has rolled back."""
+    registry, folder = baseline.services.registry, baseline.folders["adapted"]
     version = registry.tag(registry.champion("adapted"), {ROLLED_BACK_TAG: "true"})
     MlflowClient(registry.tracking_uri).delete_registered_model_alias("adapted", "champion")
     write_recipe(folder, {**ADAPTED, "training": {**ADAPTED["training"], "adapter": {**ADAPTER, "export": "merged"}}})
-    report = materialize(load_recipe(folder), ground.services, ground.instance)
+    report = materialize(load_recipe(folder), baseline.services, baseline.instance)
     assert version.weights in {asset.fingerprint for asset in report.assets if asset.asset == "policy"}
     assert (report.model_version, report.is_champion, registry.champion("adapted")) == ("2", False, None)
     assert (report.reasons or "").startswith("its policy is that of version 1, which was rolled back; ")

@@ -1,4 +1,4 @@
-"""A recipe's folder as a pipeline: what it declares, and how two of them live in one graph."""
+"""A recipe's folder as a pipeline: its declarations, and two recipes in one graph."""
 
 import datetime
 import errno
@@ -26,7 +26,7 @@ from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import load_recipe, load_recipes
 from workflows.recipes.scaffold import init_recipe
 
-# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+# By hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),
@@ -49,7 +49,7 @@ EXPECTED = {
 
 
 def graph_of(*folders):
-    """The asset graph of recipes side by side, as `workflows.definitions` puts them together."""
+    """Return the asset graph of recipes side by side, as `workflows.definitions` builds it."""
     loaded = [load_recipe(folder).definitions for folder in folders]
     return dg.Definitions.merge(*loaded, dg.Definitions(resources={"services": services})).resolve_asset_graph()
 
@@ -59,8 +59,8 @@ def demo():
     return graph_of(DEFS / "demo")
 
 
-def test_what_only_looks_at_one_of_many_variants_makes_no_assets_of_all(tmp_path, monkeypatch):
-    """Thirteen assets of a hundred variants cost Dagster seconds; a schedule that cannot be is told without them."""
+def test_reading_one_of_many_variants_builds_no_assets(tmp_path, monkeypatch):
+    """Thirteen assets of a hundred variants cost Dagster seconds; an invalid schedule is reported without them."""
     folder = write_recipe(tmp_path / "many", {**ATTRIBUTES, "variants": {"a": {"training": {"seed": 1}}}})
     made = []
 
@@ -80,9 +80,8 @@ print(sorted({key.path[0] for key in defs().resolve_asset_graph().get_all_asset_
 """
 
 
-def test_an_installed_package_shows_the_recipes_it_is_told_of(tmp_path: Path):
-    """Copied is what the build takes: the modules of the packages that pyproject.toml lists. No recipe is among them, and no
-    project of Dagster's is around it."""
+def test_installed_package_shows_listed_recipes(tmp_path: Path):
+    """Copy the files of a build: the packages in pyproject.toml, without recipes and without a Dagster project."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     site = tmp_path / "site"
     for package in build["packages"]:
@@ -145,7 +144,7 @@ def test_scientific_notation_is_a_number(tmp_path):
     assert load_recipe(folder).pipeline.recipe.training.optimizer.learning_rate == 5e-7
 
 
-# Of a recipe that says no more than it must. Another value is another key, and everything of that asset is made again.
+# Keys of a minimal recipe. With another key the asset is recomputed.
 CODE_VERSIONS = {
     "preference_source": "2-10e93c011412",
     "base_model": "1-10e93c011412",
@@ -163,17 +162,19 @@ CODE_VERSIONS = {
 }
 
 
-def test_what_a_store_has_of_a_recipe_is_found_again():
-    """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
+def test_keys_of_a_minimal_recipe_are_unchanged():
+    """Keys are the same as when stores were filled: a new field leaves the key alone at its default, or comes with a version.
 
-    With version 2 of `preference_source` the extension by which a file is read counts. With version 4 of `raw_preferences` rows
-    may hold arguments for the template, and with version 5 transcripts may begin in `prompt`, and `history` counts beside all
-    plain text. So they have to be read again anyway: version 6 counts pairs that repeat another. Version 7 has the lines of CSV
-    and takes no source without a row. Version 9 reads more formats. With version 2 of `tokenized_pairs` a pair is dropped of
-    which the template leaves out a message. With version 5 of `evaluation` samples end as those of the released model do.
-    `disable_dropout` counts at its default too, since before it policies were trained with the dropout of their config.
+    Versions of assets that changed their keys:
+    `preference_source` 2: the extension that selects the reader counts.
+    `raw_preferences` 4: rows may hold arguments for the template. 5: transcripts may begin in `prompt`, and `history` counts
+    beside plain text. 6: pairs that repeat another are counted. 7: CSV has line numbers, and a source needs a row.
+    9: more formats.
+    `tokenized_pairs` 2: a pair is dropped if the template leaves out a message.
+    `evaluation` 5: samples end at the released model's end tokens.
+    `disable_dropout` counts at its default too: before it, policies were trained with the dropout of their config.
 
-    The versions of the libraries are beside all that: what others made is compared and used again.
+    Versions of libraries are not part of these keys: results of other versions are compared and reused.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     of_any_software = {}
@@ -191,11 +192,11 @@ def test_what_a_store_has_of_a_recipe_is_found_again():
     dated = recipe.tokenization.model_copy(update={"date": datetime.date(2026, 11, 22)})
     for section, changed in (("training", faster), ("training", balanced), ("tokenization", dated)):
         other, asset = recipe.model_copy(update={section: changed}), f"{section}_spec"
-        assert GRAPH[asset].code_version(other) != GRAPH[asset].code_version(recipe), "at any other value it counts"
+        assert GRAPH[asset].code_version(other) != GRAPH[asset].code_version(recipe), "any other value counts"
 
 
-def test_a_tuned_model_that_a_store_has_is_found_again():
-    """Also as it was when stores were filled, with the fields of `sft` at their defaults."""
+def test_key_of_a_tuned_model_is_unchanged():
+    """The key is that of stores filled before, with the fields of `sft` at their defaults."""
     found = []
     for written in ("{}", "{router_aux_loss_coef: 0}", "{router_aux_loss_coef: 0.01}"):
         text = MINIMAL.replace("model: ./b", f"model: ./b, sft: {written}")
@@ -318,7 +319,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("", "`attributes` is missing"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, told):
+def test_problem_of_a_recipe_is_reported_with_file_and_line(tmp_path, attributes, told):
     folder = tmp_path / "wrong"
     folder.mkdir()
     text = attributes.replace("%s", MINIMAL)
@@ -327,10 +328,10 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, to
         load_recipe(folder)
     message = str(error.value)
     assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
-    assert "at least 1 item, found (" not in message  # pydantic's count of the sources that are sound
+    assert "at least 1 item, found (" not in message  # pydantic's count of the valid sources
 
 
-# Lines are counted by hand; %s is what the case adds to the training.
+# Lines are counted by hand; %s is the case's addition to the training.
 CONTRADICTIONS = """\
 type: workflows.PreferenceTuning
 attributes:
@@ -375,7 +376,7 @@ attributes:
         ),
     ],
 )
-def test_fields_that_contradict_each_other_are_told_with_the_line_of_one(tmp_path, case, told):
+def test_contradicting_fields_are_reported_with_the_line_of_one(tmp_path, case, told):
     folder = tmp_path / "wrong"
     folder.mkdir()
     valid = {"held_out": "true", "model": "./b", "training": "seed: 1", "floor": "b", "hot": "batch_size: 3"}
@@ -396,7 +397,7 @@ def test_fields_that_contradict_each_other_are_told_with_the_line_of_one(tmp_pat
         (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
+def test_file_without_a_recipe_is_named(tmp_path, content, told):
     folder = tmp_path / "wrong"
     folder.mkdir()
     (folder / "defs.yaml").write_bytes(content)
@@ -404,8 +405,8 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
         load_recipe(folder)
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    """Another user's, in a folder of recipes that several share. Played, since root may read it."""
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
+    """Another user's file, in a shared folder of recipes. The error is simulated, because root may read every file."""
     folder = write_recipe(tmp_path / "theirs", ATTRIBUTES)
 
     def refuse(path: Path) -> bytes:
@@ -417,8 +418,8 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path, link):
-    """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
+def test_web_servers_report_an_invalid_recipe_with_the_same_message(tmp_path, link):
+    """Dagster itself reads the folder `defs` of the project, and must not add a message of its own."""
     write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
     wrong = write_recipe(tmp_path / "group" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
     (tmp_path / "defs" / "group").symlink_to(wrong.parent) if link else wrong.parent.rename(tmp_path / "defs" / "group")
@@ -435,7 +436,7 @@ def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path, link
 @pytest.mark.parametrize(
     "name", ["pedigree.PreferenceTuning", "workflow.PreferenceTuning", "__main__.X", "dagster.Nothing"]
 )
-def test_the_web_servers_tell_of_a_type_that_there_is_not(tmp_path, name):
+def test_web_servers_report_an_unknown_type(tmp_path, name):
     file = write_recipe(tmp_path / "defs" / "wrong", ATTRIBUTES) / "defs.yaml"
     file.write_text(file.read_text().replace("workflows.PreferenceTuning", name))
     with pytest.raises(RecipeError, match=rf"wrong/defs.yaml: expected one document with .*; it has {name}"):
@@ -455,8 +456,8 @@ RENDERED = (
         ("---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}", "another document"),
     ],
 )
-def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside, what):
-    """Dagster renders such Jinja outside of a sandbox, and imports such modules, before anybody has asked for a run."""
+def test_files_beside_a_recipe_are_not_executed(tmp_path, beside, what):
+    """Dagster renders such Jinja outside of a sandbox, and imports such modules, before any run is requested."""
     folder = write_recipe(tmp_path / "defs" / "other", ATTRIBUTES)
     with open(folder / "defs.yaml", "a") as file:
         line = 1 + len((folder / "defs.yaml").read_text().splitlines()) + beside.startswith("---")
@@ -467,7 +468,7 @@ def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside, what):
 
 
 def test_two_recipes_side_by_side(tmp_path):
-    """Dagster takes no hyphen in the names of jobs, schedules and sensors, but in asset keys."""
+    """Dagster allows hyphens in asset keys, but not in the names of jobs, schedules and sensors."""
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "my-model")))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "my-model"}
     assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
@@ -515,7 +516,7 @@ def test_init_writes_the_same_recipe_anywhere_and_over_no_other_file(tmp_path, m
     with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
         init_recipe(Path("my model"))
     assert file.read_text() == "mine" and not Path("my model").exists()
-    for name in ("123", "null", "on"):  # no text to YAML, unless it is quoted
+    for name in ("123", "null", "on"):  # YAML reads it as text only in quotes
         assert load_recipe(init_recipe(Path(name)).parent).pipeline.recipe.release.model_name == name
 
 

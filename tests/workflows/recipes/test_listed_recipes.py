@@ -1,4 +1,4 @@
-"""Recipes outside the project, which PEDIGREE_RECIPES lists: one that is wrong, or cannot be seen, leaves the others alone."""
+"""Recipes outside the project, listed in PEDIGREE_RECIPES. An invalid or unreadable one leaves the others alone."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def assets_of(recipes: set[str]) -> set[str]:
 def test_recipes_are_shown_beside_those_of_the_project_or_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ):
-    """A recipe that is to be shown alone may have the name of one of the project's, or be one of them."""
+    """A recipe that is shown alone may have the name of one of the project's recipes, or be one of them."""
     of_project = {"demo"} if variable == "PEDIGREE_RECIPES" else set()
     for name in ("folder/one", "folder/two", "three", "four", "other/demo"):
         write_recipe(tmp_path / name, ATTRIBUTES)
@@ -63,15 +63,13 @@ def shown_assets() -> set[str]:
     return {key.to_user_string() for key in defs().resolve_asset_graph().get_all_asset_keys()}
 
 
-def test_a_recipe_that_is_shown_alone_and_goes_is_told_with_the_list_that_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_recipe_is_reported_with_the_list_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PEDIGREE_ONLY_RECIPES", str(tmp_path / "gone"))
     assert_fails_alone("gone", f"PEDIGREE_ONLY_RECIPES: '{tmp_path}/gone' is neither", set())
 
 
-def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whatever there is to run of it says what is wrong, by the names that runs and sensors which began before have for it."""
+def test_invalid_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its assets, runs and sensors keep their names, and each of them fails with the error."""
     write_recipe(tmp_path / "right", ATTRIBUTES)
     write_recipe(tmp_path / "not-right", {**ATTRIBUTES, "training": {"epoch": 3}})
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
@@ -79,8 +77,8 @@ def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_fails_alone("not-right", told, {"demo", "right"})
 
 
-def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder of recipes that has none stands for those that were in it. Which of two of a name is meant nobody can say."""
+def test_missing_recipes_and_recipes_of_one_name_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty folder stands for the recipes that were in it. Two recipes of one name are ambiguous."""
     places = [tmp_path / name for name in ("first", "second", "gone")]
     for folder in (places[0] / "right", places[0] / "one-name", places[1] / "one_name"):
         write_recipe(folder, ATTRIBUTES)
@@ -93,7 +91,7 @@ def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path
 
 
 def test_a_recipe_whose_variant_has_the_name_of_another_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Dagster would show one of the two without a word: nothing would tell that the other is never made."""
+    """Dagster would silently show one of the two, and the other would never be materialized."""
     hot = {"variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
     write_recipe(tmp_path / "first" / "mine", ATTRIBUTES | hot)
     write_recipe(tmp_path / "second" / "mine-hot", ATTRIBUTES)
@@ -112,7 +110,7 @@ def test_a_recipe_whose_variant_has_the_name_of_another_fails_alone(tmp_path: Pa
 def test_a_recipe_that_cannot_have_its_name_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
 ):
-    """A copy beside a recipe, say, is enough: both names of one key, or one that Dagster refuses, would stop all of them."""
+    """A copy beside a recipe is enough: two names of one key, or a name that Dagster refuses, would stop all recipes."""
     for folder in ("right", name):
         write_recipe(tmp_path / folder, ATTRIBUTES)
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
@@ -121,7 +119,7 @@ def test_a_recipe_that_cannot_have_its_name_fails_alone(
     assert_fails_alone(spare, told, {"demo", "right"})
 
 
-def test_a_folder_that_is_gone_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "recipes.d"))
     [extra] = extra_recipes()
     assert_fails_alone(extra.name, f"PEDIGREE_RECIPES: '{tmp_path}/recipes.d' is neither", {"demo"})
@@ -129,7 +127,7 @@ def test_a_folder_that_is_gone_may_have_any_name(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("content", ["", None])
 def test_a_recipe_above_others_does_not_hide_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None):
-    """A file that was saved a level too high, right or empty."""
+    """A file that was saved a level too high, valid or empty."""
     place = tmp_path / "recipes"
     for folder in (place / "right", place):
         write_recipe(folder, ATTRIBUTES)
@@ -163,10 +161,10 @@ attributes:
     ],
     ids=["half a character", "half a character as its type", "deep", "no time", "bytes"],
 )
-def test_no_content_of_a_file_stops_the_others(
+def test_invalid_content_of_a_file_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, told: str
 ):
-    """What is told of it is text that a page can show."""
+    """The error is text that a page can show."""
     write_recipe(tmp_path / "right", ATTRIBUTES)
     write_recipe(tmp_path / "odd", ATTRIBUTES)
     (tmp_path / "odd" / "defs.yaml").write_text(content)
@@ -174,7 +172,7 @@ def test_no_content_of_a_file_stops_the_others(
     assert_fails_alone("odd", told, {"demo", "right"})
 
 
-def test_a_folder_whose_name_is_no_text_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_whose_name_is_not_text_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_recipe(tmp_path / "right", ATTRIBUTES)
     write_recipe(tmp_path / os.fsdecode(b"caf\xe9"), ATTRIBUTES)
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
@@ -182,7 +180,7 @@ def test_a_folder_whose_name_is_no_text_fails_alone(tmp_path: Path, monkeypatch:
     assert_fails_alone(spare, r"caf\xe9 has bytes that are not utf-8; rename it", {"demo", "right"})
 
 
-def test_what_may_not_be_entered_is_told_and_hides_nothing_else():
+def test_unreadable_folder_is_reported_and_hides_no_other():
     with without_privileges() as folder:
         private, place = folder / "private", folder / "recipes"
         write_recipe(private / "mine", ATTRIBUTES)
@@ -204,17 +202,15 @@ def test_what_may_not_be_entered_is_told_and_hides_nothing_else():
 
 
 @pytest.mark.parametrize("name", ["loop", "n" * 300])
-def test_a_listed_place_that_cannot_be_looked_at_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_listed_path_with_a_system_error_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     write_recipe(tmp_path / "recipes" / "right", ATTRIBUTES)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / name}:{tmp_path / 'recipes'}")
     assert_fails_alone(name, "PEDIGREE_RECIPES: ", {"demo", "right"})
 
 
-def test_the_variants_of_a_file_are_those_it_has_now(tmp_path: Path):
-    """Remembered is a file as it was, by its time and size."""
+def test_variants_of_an_edited_file_are_the_current_ones(tmp_path: Path):
+    """A file is cached by its time and size."""
     file = write_recipe(tmp_path / "small", {**ATTRIBUTES, "variants": {"hot": {}}}) / "defs.yaml"
     assert variant_names(file) == ("hot",)
     file.write_text(file.read_text().replace("hot", "hotter"))
@@ -223,15 +219,15 @@ def test_the_variants_of_a_file_are_those_it_has_now(tmp_path: Path):
     assert variant_names(file) == ()
 
 
-def test_a_place_with_a_colon_is_not_taken_for_two(tmp_path: Path):
+def test_path_with_a_colon_is_not_split(tmp_path: Path):
     write_recipe(tmp_path / "a:b" / "small", ATTRIBUTES)
     done = CliRunner().invoke(main, ["ui", str(tmp_path / "a:b")], env={"PEDIGREE_ONLY_RECIPES": ""})
     assert done.exit_code == 2 and "has a ':' in it" in done.stderr
 
 
 def test_a_recipe_whose_folders_may_be_entered_and_not_listed_is_one():
-    """As those of others' homes often are."""
-    load_recipes(DEFS / "demo")  # imports what that user may not be able to read
+    """As home folders of other users often are."""
+    load_recipes(DEFS / "demo")  # import before the switch to a user who may not read these modules
     with without_privileges() as folder:
         place = write_recipe(folder / "home" / "small", {**ATTRIBUTES, "variants": {"hot": {"training": {"seed": 1}}}})
         for closed in (place, place.parent):

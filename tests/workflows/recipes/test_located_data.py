@@ -1,4 +1,4 @@
-"""The files of a recipe's sources and of its tokenizer: what is hashed is what the job is told to read."""
+"""Files of a recipe's sources and tokenizer: the job reads the files that were hashed."""
 
 import hashlib
 
@@ -41,8 +41,8 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
         ({"columns": {"prompt": "input", "tools": None}}, {"columns": [{}, {"prompt": "input", "tools": None}]}),
     ],
 )
-def test_what_is_asked_of_one_source_is_told_with_the_others(tmp_path, asked, told_as_well):
-    """Where nothing is asked of it nothing is told, so that such data keeps its key."""
+def test_setting_of_one_source_is_passed_with_all_sources(tmp_path, asked, told_as_well):
+    """Without a setting the job has no field for it, so that such data keep their key."""
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", **asked}]
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "data": {"sources": sources}})
     for name in ("a.jsonl", "b.jsonl"):
@@ -55,7 +55,7 @@ def test_what_is_asked_of_one_source_is_told_with_the_others(tmp_path, asked, to
 
 @pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])
 def test_files_in_another_order_are_other_data(tmp_path, paths):
-    """Their rows come in another order, which decides what a batch is made of."""
+    """The order of the rows decides the batches."""
     sources = {"data": {"sources": [{"path": path} for path in paths]}}
     pipeline = load_recipe(write_recipe(tmp_path / "small", {**ATTRIBUTES, **sources})).pipeline
     found = []
@@ -77,7 +77,7 @@ def test_files_in_another_order_are_other_data(tmp_path, paths):
     ],
 )
 def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, files, found):
-    """transformers would make one of its config, to which every text is unknown."""
+    """transformers would build one from its config, in which every text is unknown."""
     pipeline = load_recipe(
         write_recipe(tmp_path / "small", {**ATTRIBUTES, "tokenization": {"tokenizer": "./own"}})
     ).pipeline
@@ -115,7 +115,7 @@ LONG = f"./{'x' * 300}"
         ),
     ],
 )
-def test_a_path_that_leads_to_nothing_is_told_with_its_line(tmp_path, changes, told):
+def test_missing_path_is_reported_with_its_line(tmp_path, changes, told):
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "reference": {"model": "./folder"}, **changes})
     (folder / "folder").mkdir()
     (folder / "folder" / "tokenizer.json").write_text("{}")

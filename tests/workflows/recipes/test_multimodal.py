@@ -1,4 +1,4 @@
-"""Recipes whose base model takes images as well, from their files to a champion: what text does not go through stays."""
+"""Recipes whose base model also takes images, from run to champion: the parts for images stay unchanged."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.training.model.architectures import LINEAR, WINDOW, build_multimodal
 from tests.workflows.homes import write_recipe
-from tests.workflows.in_process import Ground, run_in, write_inputs
+from tests.workflows.in_process import Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from workflows.commands.run import materialize
@@ -38,8 +38,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 PROCESSOR = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}}
 
 
-def write_world(folder: Path, maker: ModuleType) -> None:
-    """Tokenizer and pairs as ever; the base is a tiny model of the kind that the recipe's name asks for."""
+def write_multimodal_inputs(folder: Path, maker: ModuleType) -> None:
+    """Write the usual tokenizer and pairs. The base is a tiny model of the kind that is the recipe's name."""
     write_inputs(folder, maker)
     kind, changes, _ = MODELS[folder.name]
     sizes = {"vocab_size": maker.VOCABULARY, "max_position_embeddings": 256}
@@ -48,8 +48,8 @@ def write_world(folder: Path, maker: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
-    with run_in(tmp_path_factory.mktemp("multimodal"), demo_maker, RECIPES, write_world) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("multimodal"), demo_maker, RECIPES, write_multimodal_inputs) as made:
         yield made
 
 
@@ -60,9 +60,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_champion_is_the_whole_model_of_which_the_language_model_was_trained(
-    ground: Ground, name: str, monkeypatch: pytest.MonkeyPatch
+    baseline: Baseline, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    base, champion = ground.folders[name] / "base", ground.services.registry.resolve(f"models:/{name}@champion")
+    base, champion = baseline.folders[name] / "base", baseline.services.registry.resolve(f"models:/{name}@champion")
     before, after = tensors(base), tensors(champion)
     assert before.keys() == after.keys()
     changed = {tensor for tensor in before if not torch.equal(before[tensor], after[tensor])}
@@ -70,24 +70,24 @@ def test_the_champion_is_the_whole_model_of_which_the_language_model_was_trained
     if name == "adapted":
         assert {tensor.rsplit(".", 2)[1] for tensor in changed} == {"q_proj", "down_proj"}
     assert json.loads((champion / "preprocessor_config.json").read_text()) == PROCESSOR
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", ground.services.registry.tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", baseline.services.registry.tracking_uri)
     answers = mlflow.transformers.load_model(f"models:/{name}@champion")
     assert type(answers.model).__name__ == MODELS[name][2]
     assert answers("What is the opposite of hot?", max_new_tokens=3)[0]["generated_text"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_verified(ground: Ground, name: str):
-    found = verify(load_recipe(ground.folders[name]).pipeline, ground.services, ground.instance, rows=2)
+def test_it_is_verified(baseline: Baseline, name: str):
+    found = verify(load_recipe(baseline.folders[name]).pipeline, baseline.services, baseline.instance, rows=2)
     assert found.ok, found
 
 
-def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_maker: ModuleType, tmp_path: Path):
+def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo_maker: ModuleType, tmp_path: Path):
     later = {**RECIPES["whole"], "reference": {"model": "models:/whole@champion"}, "release": {"model_name": "later"}}
     folder = write_recipe(tmp_path / "later", later)
     write_inputs(folder, demo_maker)
-    report = materialize(load_recipe(folder), ground.services, ground.instance)
+    report = materialize(load_recipe(folder), baseline.services, baseline.instance)
     assert report.succeeded, report
     made = {asset.asset: asset.fingerprint for asset in report.assets}
-    champion = ground.services.registry.resolve("models:/whole@champion")
+    champion = baseline.services.registry.resolve("models:/whole@champion")
     assert made["reference_model"] == weights_fingerprint(weights_identity(champion))

@@ -1,4 +1,4 @@
-"""A name belongs to one pipeline in a home: a second folder of that name, for another model, is refused."""
+"""A name belongs to one pipeline in a home: a second folder with that name, for another model, is refused."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def written(folder: Path, attributes: dict[str, Any], variant: str | None = None
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home in which the recipe in `first/mine` was run."""
+    """Return a home in which the recipe in `first/mine` was run."""
     home = tmp_path / "home"
     claim_name(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
     return home
@@ -51,7 +51,7 @@ def test_another_version_of_a_recipe_goes_on_with_its_pipeline(tmp_path, home):
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"folder": "x"}'])
-def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
+def test_corrupt_claim_is_written_again(tmp_path, home, note):
     (home / "names" / "mine.json").write_text(note)
     claim_name(home, written(tmp_path / "second" / "mine", OTHER))
     with pytest.raises(UsageError):
@@ -69,7 +69,7 @@ def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
         check_name_is_free(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot").pipeline)
 
 
-def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):
+def test_command_refuses_a_claimed_name_first(tmp_path, home, monkeypatch):
     monkeypatch.setenv("PEDIGREE_HOME", str(home))
     monkeypatch.setenv("DAGSTER_HOME", str(home / "dagster"))
     folder = write_recipe(tmp_path / "second" / "mine", OTHER)
@@ -87,11 +87,11 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
     if name == "mine":
         assert extra_recipes() == [ExtraRecipe(folders[0], "mine", None)]
         monkeypatch.setenv("PEDIGREE_RECIPES", str(DEFS / "demo"))
-        assert extra_recipes() == [], "the project's own are shown anyway"
+        assert extra_recipes() == [], "the project's recipes are shown anyway"
 
 
 def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, monkeypatch):
-    """Each run that they start looks again, from a folder of its own: one that was deleted would keep it from all others."""
+    """Each run loads the recipes again, from a folder of its own, so a deleted folder must not block the others."""
     for name in ("one", "two"):
         write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a recipe names and is not there is told with the file, the line, the field and the value, as the person wrote them."""
+"""Errors about missing inputs of a recipe name file, line, field and value, as the user wrote them."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def pipelines(tmp_path: Path):
         ("same", "reference.model", ":8: reference.model: models:/nobody@champion"),
     ],
 )
-def test_an_error_begins_with_the_place_of_its_field(pipelines, variant, field, place):
+def test_error_begins_with_the_location_of_its_field(pipelines, variant, field, place):
     pipeline = pipelines[variant]
     for kind in (ModelError, DataError):
         with pytest.raises(kind) as told, written(pipeline, field):
@@ -53,7 +53,7 @@ def test_an_error_begins_with_the_place_of_its_field(pipelines, variant, field, 
         assert str(told.value) == f"{pipeline.file}{place}: it is not there"
 
 
-def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
+def test_file_removed_meanwhile_is_named(pipelines):
     pipelines[None].file.unlink()
     with (
         pytest.raises(PedigreeError, match=r"defs\.yaml: reference\.model: gone"),
@@ -62,7 +62,7 @@ def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
         raise ModelError("gone")
 
 
-def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
+def test_error_of_a_server_has_no_recipe_location(pipelines):
     with pytest.raises(RegistryUnavailable, match=r"^no answer$"), written(pipelines[None], "reference.model"):
         raise RegistryUnavailable("no answer")
 
@@ -82,8 +82,8 @@ def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
         (None, "nothing is named", None),
     ],
 )
-def test_an_error_that_begins_with_a_field_gets_its_place(pipelines, variant, message, place):
-    """What is named further behind may be a remedy, and is not blamed."""
+def test_error_that_begins_with_a_field_gets_its_location(pipelines, variant, message, place):
+    """A field further behind may be a remedy, and is not the cause."""
     pipeline = pipelines[variant]
     with pytest.raises(DataError) as told, written_where_named(pipeline):
         raise DataError(message)

@@ -1,4 +1,4 @@
-"""The settings that are proposed for data and model, by hand-derived numbers and by what others have published."""
+"""Settings proposed for data and model, against numbers derived by hand and published ones."""
 
 import math
 import re
@@ -93,7 +93,7 @@ DOCS = "(docs/recipe.md#learning-rate-and-steps)"
         (
             training(epochs=200),
             1000,
-            700_000,  # 3,200 steps at 5e-7 lead 1.6e-3 far, 100 at the proposed 5e-5 lead 5e-3
+            700_000,  # 3,200 steps at 5e-7 sum to 1.6e-3, 100 at the proposed 5e-5 to 5e-3
             "3,200 steps at a learning rate of 5e-7 hardly change a model of 0.7 million parameters; for 1,000 training pairs, "
             f"set training.optimizer.learning_rate: 5e-5 {DOCS}",
         ),
@@ -105,7 +105,7 @@ def test_advice_names_what_to_set(settings: Training, pairs: int, parameters: in
 
 @pytest.mark.parametrize("parameters", [700_000, 1_710_000_000, 70_600_000_000])
 @pytest.mark.parametrize("pairs", [1, 20, 72, 1000, 61_000])
-def test_nothing_is_advised_against_what_is_proposed(pairs: int, parameters: int) -> None:
+def test_proposed_settings_give_no_advice(pairs: int, parameters: int) -> None:
     found = propose(pairs, parameters)
     assert found.learning_rate is not None
     settings = training(found.learning_rate, batch_size=found.batch_size, epochs=found.epochs)

@@ -1,4 +1,4 @@
-"""Oracles: the signatures of TRL and peft; the recipe's own fields; the table that people read."""
+"""Oracles: the signatures of TRL and peft; the recipe's own fields; the table of the documentation."""
 
 import dataclasses
 import inspect
@@ -22,8 +22,8 @@ TABLE = (ROOT / "docs" / "recipe.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "path"), FIELDS.items())
-def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
-    """A list of a set is no value of any field: validation finds fault with the value, and not with the name."""
+def test_trl_name_with_a_field_is_in_the_table(name, path):
+    """A list is not a valid value of any field: validation then refuses the value, not the name."""
     assert name in THEIRS | EARLIER
     *sections, field = path.split(".")
     written: Any = {field: [{0}]}
@@ -37,11 +37,11 @@ def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_name_of_theirs_without_a_field_is_in_the_table(name):
+def test_trl_name_without_a_field_is_in_the_table(name):
     assert name in THEIRS | EARLIER and name not in FIELDS and f"`{name}`" in TABLE
 
 
-def test_a_choice_of_theirs_leads_to_one_of_ours():
+def test_trl_choice_leads_to_ours():
     ours = {*LossType, *get_args(Dtype)}
     for section, field in ((Divergence, "type"), (Tokenization, "over_length")):
         ours |= {*get_args(section.model_fields[field].annotation)}

@@ -1,4 +1,4 @@
-"""A recipe with variants as pipelines side by side: their names, their graph, what is refused, how they are found."""
+"""A recipe with variants as pipelines side by side: names, graph, errors, and lookup."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def folder(tmp_path) -> Path:
     return write_recipe(tmp_path / "sweep", SWEEP)
 
 
-def test_the_recipe_comes_first_and_is_what_it_was(folder):
+def test_recipe_comes_first_and_is_unchanged(folder):
     pipelines = [loaded.pipeline for loaded in load_recipes(folder)]
     assert [pipeline.name for pipeline in pipelines] == ["sweep", "sweep-hinge", "sweep-beta-0p5"]
     assert [pipeline.argument for pipeline in pipelines] == [
@@ -57,14 +57,18 @@ def test_each_variant_is_a_pipeline_that_nothing_starts_by_itself(folder):
     names = ["sweep", "sweep-hinge", "sweep-beta-0p5"]
     assert {tuple(key.path) for key in graph.get_all_asset_keys()} == {(name, a) for name in names for a in GRAPH}
     assert [schedule.name for schedule in merged.schedules or []] == ["sweep_schedule"]
-    looking = {"sweep_hinge_status_sensor", "sweep_beta_0p5_status_sensor"}
-    assert {sensor.name for sensor in merged.sensors or []} == {"sweep_data_sensor", "sweep_automation", *looking}
+    status_sensors = {"sweep_hinge_status_sensor", "sweep_beta_0p5_status_sensor"}
+    assert {sensor.name for sensor in merged.sensors or []} == {
+        "sweep_data_sensor",
+        "sweep_automation",
+        *status_sensors,
+    }
     conditions = {k.path[0] for k in graph.get_all_asset_keys() if graph.get(k).automation_condition is not None}
     assert conditions == {"sweep"}
 
 
 def test_only_what_reads_the_changed_fields_has_another_code_version(folder):
-    """The loss is read by the two specs and by nothing above them; the release, by its model's name, is another too."""
+    """The loss is read by the two specs and nothing above them. The release differs by its model's name."""
     own, *others = (loaded.pipeline.recipe for loaded in load_recipes(folder))
     for other in others:
         differing = {a for a, node in GRAPH.items() if node.code_version(own) != node.code_version(other)}
@@ -101,7 +105,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{a: {automation: {cron: daily}}}", "3: variants.a.automation.cron: daily: it is no schedule"),
     ],
 )
-def test_what_is_wrong_in_a_variant_is_told_with_its_place(tmp_path, variants, told):
+def test_problem_of_a_variant_is_reported_with_its_location(tmp_path, variants, told):
     write_recipe(tmp_path / "wrong_next", {**ATTRIBUTES, "variants": {"x": {}}})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "defs.yaml").write_text("attributes: [")
@@ -144,7 +148,7 @@ def home(new_home) -> Home:
     return new_home()
 
 
-def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
+def test_failed_recipe_does_not_stop_the_others(home, tmp_path):
     variants = {"there": {"data": {"sources": [{"path": "there.jsonl"}]}}}
     folder = write_recipe(tmp_path / "sweep", {**ATTRIBUTES, "variants": variants})
     (folder / "there.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
@@ -160,22 +164,22 @@ def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
     assert "2 of 2 were run, 1 failed: sweep" in done.stderr
 
 
-def test_what_is_compared_has_names_that_differ(home, folder):
-    """They would be one pipeline: the same asset keys, so the same evaluation twice."""
+def test_compared_recipes_need_different_names(home, folder):
+    """They would be one pipeline with the same asset keys, so the same evaluation twice."""
     done = home.invoke("compare", str(folder), f"{folder}/hinge", str(folder), f"{folder}/hinge", f"{folder}/hinge/")
     assert done.exit_code == 2
     assert "3 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
 
 
 class _CtrlC:
-    """Starts no job: somebody presses Ctrl-C instead."""
+    """A launcher that raises Ctrl-C's interrupt instead of starting a job."""
 
     def start(self, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 
 
-def test_ctrl_c_stops_all_of_them(home, tmp_path, monkeypatch, demo_maker):
+def test_ctrl_c_stops_all_recipes(home, tmp_path, monkeypatch, demo_maker):
     def interrupted(path: Path, *_: object) -> Services:
         return replace(services_in(path), launcher=_CtrlC())
 

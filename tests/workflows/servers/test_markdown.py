@@ -1,4 +1,4 @@
-"""Text of others in Dagster's pages, read as Markdown by another library: it shows as it is, whatever it holds."""
+"""Text of the data on Dagster's pages, parsed as Markdown by another library: it shows unchanged."""
 
 import dagster as dg
 import pytest

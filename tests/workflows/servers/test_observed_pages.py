@@ -24,7 +24,7 @@ QUERY = """{ assetNodes { assetKey { path } staleStatus
 
 @contextlib.contextmanager
 def ui(home: Home, folder):
-    """The address of Dagster's pages, served by `pedigree ui` over `home`."""
+    """Yield the address of Dagster's pages, served by `pedigree ui` over `home`."""
     ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(folder), *ports],
@@ -42,7 +42,7 @@ def ui(home: Home, folder):
 
 
 def small(address):
-    """Dagster's mark, and the states that were observed, of every asset of the recipe."""
+    """Return Dagster's mark, and the observed states, of every asset of the recipe."""
     nodes = [n for n in graphql(address, QUERY)["assetNodes"] if n["assetKey"]["path"][0] == "small"]
     return {
         node["assetKey"]["path"][1]: (
@@ -53,9 +53,9 @@ def small(address):
     }
 
 
-def test_the_page_of_an_asset_shows_the_causes_of_an_edit(looking, tmp_path):
-    edit(looking, EDITED)
-    with ui(Home(looking.home), looking.folder) as address:
+def test_the_page_of_an_asset_shows_the_causes_of_an_edit(checkout, tmp_path):
+    edit(checkout, EDITED)
+    with ui(Home(checkout.home), checkout.folder) as address:
         deadline = time.monotonic() + 240
         while not (found := small(address))["released_model"][1]:
             assert time.monotonic() < deadline, found
@@ -64,6 +64,6 @@ def test_the_page_of_an_asset_shows_the_causes_of_an_edit(looking, tmp_path):
         assert {asset: states for asset, (_, states) in found.items() if states} == {
             asset: ["stale"] for asset in below
         }
-        assert found["policy"][0] == "FRESH", "Dagster's own mark, which an observation leaves as it is"
+        assert found["policy"][0] == "FRESH", "Dagster's own mark; an observation leaves it alone"
         page = html.unescape(text_in_browser(f"{address}/assets/small/policy?view=events", tmp_path / "profile"))
         assert "Observed" in page and "training_spec: loss.beta 0.1 -> 0.2" in page, page[-2000:]

@@ -1,4 +1,4 @@
-"""A training that a person terminates in the web UI stays stopped until something changes; real servers and a real daemon."""
+"""A training that a user terminates in the web UI stays stopped until something changes; real servers, real daemon."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SENSORS = ("small_automation", "small_data_sensor")
 
 @pytest.fixture
 def recipe(tmp_path, small_recipe):
-    """One that trains for minutes, with data of its own."""
+    """Return a recipe that trains for minutes, with data of its own."""
     folder = write_recipe(tmp_path / "small", LONG)
     shutil.copy(small_recipe / "preferences.jsonl", folder)
     (folder / "base").symlink_to(small_recipe / "base")
@@ -36,7 +36,7 @@ def recipe(tmp_path, small_recipe):
 
 @pytest.fixture
 def served(first_run, recipe, tmp_path):
-    """That of Dagster's server over a copy of the home in which the recipe was run with fewer steps, and the copy."""
+    """Yield Dagster's server over a copy of the home in which the recipe was run with fewer steps, and that copy."""
     home = tmp_path / "home"
     subprocess.run(["cp", "--archive", first_run[0].path, home], check=True)
     shutil.rmtree(home / "jobs")
@@ -61,7 +61,7 @@ def served(first_run, recipe, tmp_path):
 
 
 def until(ready, seconds=300):
-    """What `ready` gives once that is something."""
+    """Wait until `ready` gives something, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := ready()):
         assert time.monotonic() < deadline, ready
@@ -97,13 +97,13 @@ def test_a_terminated_training_is_started_again_only_by_a_change(served, recipe)
 
 
 def trained_since(instance, known):
-    """The runs that are to train a policy, without those that are known."""
+    """Return the runs that train a policy, without the known ones."""
     policy = dg.AssetKey(["small", "policy"])
     return [run for run in instance.get_runs() if run.run_id not in known and policy in (run.asset_selection or ())]
 
 
 def assert_told(instance, run, job):
-    """The log names the checkpoint that is there, and has no stack trace."""
+    """Check that the log names the existing checkpoint and has no stack trace."""
     steps = [int(place.name.removeprefix("step-")) for place in job.glob("checkpoints/*/step-*[0-9]")]
     words = (
         f"interrupted; the checkpoint of step {max(steps):,} is saved in {job}, and "

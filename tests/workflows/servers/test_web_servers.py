@@ -1,4 +1,4 @@
-"""Both web servers, real ones, over a home in which a recipe was run: what a person sees there."""
+"""Both web servers, real ones, over a home in which a recipe was run: the pages that a user sees."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ QUERY = """{
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """A project of somebody's, whose files are named like packages that the servers import, ours among them."""
+    """Return a project whose files are named like packages that the servers import, ours among them."""
     folder = tmp_path_factory.mktemp("elsewhere")
     for name in ("workflows", "assets", "training", "mlflow", "gql", "datasets", "yaml"):
         (folder / f"{name}.py").write_text("raise ImportError('the file of another project')")
@@ -44,9 +44,9 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
-    """`pedigree ui` with the small recipe and a folder of recipes, started elsewhere, on a machine that has a proxy.
+    """Start `pedigree ui` with the small recipe and a folder of recipes, in another folder, on a machine with a proxy.
 
-    A recipe in the folder is wrong, which it says before all else. Gives the two addresses it prints.
+    An invalid recipe in the folder is reported first. Return the two printed addresses.
     """
     home, _ = materialized
     others = tmp_path_factory.mktemp("others")
@@ -55,7 +55,11 @@ def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(small_recipe), str(others), *ports],
         cwd=elsewhere,
-        env={**home.environment, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # nothing listens at port 9
+        env={
+            **home.environment,
+            "http_proxy": "http://127.0.0.1:9",
+            "no_proxy": "",
+        },  # a dead proxy: nothing listens at port 9
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,7 +80,7 @@ def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(printed):
-    """The addresses of the two servers."""
+    """Return the addresses of the two servers."""
     return [re.match(r"http://[^/]+", address)[0] for address in printed]
 
 
@@ -114,11 +118,11 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     names = ("small_data_sensor", "small_automation", "wrong_data_sensor")
     assert sensors == dict.fromkeys(names, "RUNNING")
     types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
-    assert types["small_automation"] == "AUTOMATION", "evaluated where our own condition is known"
+    assert types["small_automation"] == "AUTOMATION", "evaluated in a process that knows our condition"
 
 
 def test_no_command_has_the_address_of_the_database(servers):
-    """Every user of a machine sees all commands on it, and such an address may have a password."""
+    """All users of a machine see all commands on it, and such an address may hold a password."""
     port, commands = servers[1].rpartition(":")[2], []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
@@ -160,7 +164,7 @@ def test_a_run_started_in_the_web_ui_reuses_everything(servers):
 
 @pytest.mark.parametrize("command", ["dagster", "dg"])
 def test_the_code_location_has_one_name_whoever_serves_it(command, new_home):
-    """Dagster knows a schedule that a person stopped, and how far a sensor is, by that name and their own."""
+    """Dagster stores stopped schedules and cursors of sensors by that name and their own."""
     home, port = new_home(), free_port(3000)
     environment = home.environment | {"DAGSTER_HOME": str(home.path), "DO_NOT_TRACK": "1"}
     with open(home.path / "server.log", "wb") as log:
@@ -180,7 +184,7 @@ def test_the_code_location_has_one_name_whoever_serves_it(command, new_home):
 
 
 def names(address, process):
-    """Those of the code locations that the server shows, once it answers."""
+    """Return the names of the code locations that the server shows, as soon as it answers."""
     while process.poll() is None:
         with contextlib.suppress(OSError):
             found = graphql(address, "{ workspaceOrError { ... on Workspace { locationEntries { name } } } }")
@@ -190,7 +194,7 @@ def names(address, process):
 
 
 def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
-    """The printed addresses, and the one that Dagster links, open runs and charts."""
+    """The printed addresses, and Dagster's link, open runs and charts."""
     _, report = first_run
     charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
     pages = {
@@ -205,7 +209,7 @@ def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
 
 
 def linked(address, asset):
-    """The link to MLflow that Dagster shows of an asset."""
+    """Return the link to MLflow on Dagster's page of an asset."""
     query = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
       assetMaterializations(limit: 1) { metadataEntries { label ... on UrlMetadataEntry { url } } } } } }"""
     node = graphql(address, query, key={"path": ["small", asset]})["assetNodeOrError"]
@@ -214,7 +218,7 @@ def linked(address, asset):
 
 
 def text_in_browser(page, folder):
-    """What the page holds after 20 seconds of the browser's own time."""
+    """Return the text of the page after 20 seconds of the browser's own time."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "no browser: apt-get install -y chromium"
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
@@ -225,7 +229,7 @@ def text_in_browser(page, folder):
 
 
 def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):
-    """No server was running when the recipe was run, so the address of its charts is the default one."""
+    """No server was running during the run, so the address of its charts is the default one."""
     _, report = first_run
     assert printed[1] == f"{servers[1]}/#/experiments/1/runs?workflowType=machine_learning"
     charts = f"/#/experiments/1/runs/{report['mlflow_run_id']}/model-metrics?workflowType=machine_learning"
@@ -233,8 +237,8 @@ def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_ru
     assert linked(servers[0], "policy") in (report["mlflow_url"], f"{servers[1]}{charts}")
 
 
-def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monkeypatch):
-    """Nothing can be noted beside it; Dagster and its runs are told, and no command has the password."""
+def test_pages_over_a_database_have_the_printed_addresses(tmp_path, monkeypatch):
+    """There is no note beside a database server. Dagster and its runs get the address, and no command shows the password."""
     monkeypatch.delenv("PEDIGREE_MLFLOW_UI", raising=False)
     started = []
 
@@ -256,7 +260,7 @@ def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monk
 
 
 def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
-    """The log of the second is no file, as it may be another user's."""
+    """The log of the second is unavailable, because it may be another user's."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     logs = (tmp_path / "first.log", tmp_path)
     sleepers = [

@@ -1,4 +1,4 @@
-"""Files of which the hashing takes long are told of: by an asset, by a job, and by a command beside them."""
+"""Progress of slow hashing: reported by an asset, by a job, and by a command on stderr."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, Home, Looker, write_recipe
+from tests.workflows.homes import ATTRIBUTES, Checkout, Home, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.identity import file_hashing
 from training.contract.protocol.events import read_events
@@ -18,12 +18,12 @@ from workflows.recipes.discovery import load_recipe
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file takes long."""
+    """Report progress for each file."""
     monkeypatch.setattr(file_hashing, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(file_hashing, "_BETWEEN_SECONDS", 0.0)
 
 
-def test_an_asset_and_a_job_tell_it_in_the_log_of_the_run_and_to_who_listens(tmp_path: Path, demo_maker):
+def test_slow_hashing_of_an_asset_and_a_job_is_logged_and_reported(tmp_path: Path, demo_maker):
     folder = tmp_path / "small"
     folder.mkdir()
     write_inputs(folder, demo_maker)
@@ -45,9 +45,9 @@ def test_an_asset_and_a_job_tell_it_in_the_log_of_the_run_and_to_who_listens(tmp
 
 
 @pytest.mark.parametrize("words", [("verify", "--rows", "0"), ("status",), ("plan",)], ids=lambda words: words[0])
-def test_a_command_tells_it_beside_its_answer(looking: Looker, words: tuple[str, ...]):
-    """No asset is worked on, so what is told of is files."""
-    (looking.home / "hashes.json").unlink(missing_ok=True)
-    done = Home(looking.home).invoke(words[0], str(looking.folder), *words[1:], "--json")
+def test_slow_hashing_of_a_command_is_on_stderr(checkout: Checkout, words: tuple[str, ...]):
+    """The command works on no asset, so its report names files."""
+    (checkout.home / "hashes.json").unlink(missing_ok=True)
+    done = Home(checkout.home).invoke(words[0], str(checkout.folder), *words[1:], "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["recipe"] == "small", done.output
-    assert f"files: hashing {looking.folder / 'base' / 'model.safetensors'}" in done.stderr.splitlines()
+    assert f"files: hashing {checkout.folder / 'base' / 'model.safetensors'}" in done.stderr.splitlines()

@@ -1,6 +1,6 @@
-"""No file is read or shipped that is not in the table of the documents, and so in no key.
+"""Every file that is read or shipped is in the table of the documentation, and so in a key.
 
-The oracle is the kernel: inotify tells of every file that any process opens, whichever library does it.
+The oracle is the kernel: inotify reports every opening of a file by any process and any library.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 _OPENED, _NONBLOCK = 0x20, 0o4000  # IN_OPEN, IN_NONBLOCK of inotify(7)
 _HEAD = struct.Struct("iIII")
-# What published folders hold beside that. None of it may have a say.
+# Other files of published folders. None of them may have an effect.
 OTHERS = (
     "README.md", "LICENSE", "pytorch_model.bin", "training_args.bin", "optimizer.pt", "trainer_state.json", "model.onnx",
     "consolidated.safetensors.txt", "modeling_own.py", "tokenizer.py", "params.json", "special.jinja", "flax_model.msgpack",
@@ -35,7 +35,7 @@ OTHERS = (
 
 
 def table() -> dict[str, tuple[str, set[str]]]:
-    """By name or pattern of a file: its effect, and the assets that have it in their keys."""
+    """Return, for each file name or pattern: its effect, and the assets with the file in their keys."""
     page = (
         (ROOT / "docs" / "lineage.md")
         .read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def table() -> dict[str, tuple[str, set[str]]]:
 
 @contextmanager
 def opened(folders: list[Path]) -> Iterator[set[str]]:
-    """The names, below their folder, of all files in `folders` that anybody opens within the block."""
+    """Return the relative names of all files in `folders` that are opened within the block."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.inotify_init1(_NONBLOCK)
     watches = {libc.inotify_add_watch(descriptor, os.fsencode(each), _OPENED): each for each in folders}
@@ -82,7 +82,7 @@ def _events(descriptor: int) -> Iterator[tuple[int, str]]:
 
 
 def write_everything(folder: Path, maker: ModuleType) -> None:
-    """A base in several files, with every kind of file that the table has, and with others."""
+    """Write a base in several files, with every kind of file of the table, and with other files."""
     write_inputs(folder, maker)
     base = folder / "base"
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -101,9 +101,7 @@ def write_everything(folder: Path, maker: ModuleType) -> None:
         (base / name).write_text("{}")
 
 
-def test_files_that_are_read_are_those_of_the_table(
-    tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType
-) -> None:
+def test_every_opened_file_is_in_the_table(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> None:
     place = tmp_path_factory.mktemp("read")
     attributes = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
     folder = write_recipe(place / "recipes" / "every", attributes)
@@ -111,14 +109,14 @@ def test_files_that_are_read_are_those_of_the_table(
     base = folder / "base"
     with (
         opened([base, base / "additional_chat_templates"]) as names,
-        run_in(place, demo_maker, {"every": attributes}, write=lambda folder, maker: None) as ground,
+        run_in(place, demo_maker, {"every": attributes}, write=lambda folder, maker: None) as baseline,
     ):
-        version = ground.services.registry.resolve("models:/plain/1")
+        version = baseline.services.registry.resolve("models:/plain/1")
         shipped = {path.relative_to(version).as_posix() for path in version.rglob("*") if path.is_file()}
     known = table()
     assert {name for name in names if not any(fnmatch(name, pattern) for pattern in known)} == set()
     assert {"config.json", "tokenizer.json", "processor_config.json", "generation_config.json"} <= names
-    assert "additional_chat_templates/rag.jinja" in names, "the watch sees what is opened in a folder below"
+    assert "additional_chat_templates/rag.jinja" in names, "the watch includes folders below"
     for name in shipped:
         told = " ".join(effect for pattern, (effect, _) in known.items() if fnmatch(name, pattern))
         assert "shipped" in told or "weights" in told, name
@@ -131,8 +129,8 @@ def test_every_file_of_the_table_is_in_a_key() -> None:
     assert known["generation_config.json"][1] == {"evaluation_spec", "release_spec"}
 
 
-def test_inotify_sees_a_file_that_a_library_in_another_language_opens(tmp_path: Path) -> None:
-    """Else the test above could not fail."""
+def test_inotify_reports_files_opened_by_native_libraries(tmp_path: Path) -> None:
+    """A watch that sees nothing would make the test above pass."""
     (tmp_path / "tokenizer.json").write_text(json.dumps({}))
     with opened([tmp_path]) as names, pytest.raises(Exception, match="Model missing"):
         Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -1,6 +1,6 @@
-"""Each recipe releases its own files: what is only shipped makes a new version, and no other recipe's files are handed on.
+"""Each recipe releases its own files: a changed shipped file makes a new version, and other recipes keep theirs.
 
-The oracles are the files as the edits wrote them, and what transformers loads from a released folder.
+The oracles are the files as the edits wrote them, and the objects that transformers loads from a released folder.
 """
 
 import json
@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config, pipeline
 
 from tests.workflows.edits import change_json
-from tests.workflows.in_process import Ground, run_in
+from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import ModelError
 from workflows.commands.inspect_pair import inspect_row
@@ -28,7 +28,7 @@ from workflows.state.status import status
 
 pytestmark = pytest.mark.slow
 
-# As a tokenizer of OLMo 2 splits a text: digits in groups of three. That of GPT-2 takes all digits together.
+# OLMo 2's tokenizer splits digits into groups of three. That of GPT-2 keeps all digits together.
 IN_THREES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -37,37 +37,37 @@ FEW = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
     with run_in(tmp_path_factory.mktemp("released"), demo_maker, {"plain": FEW}) as made:
         yield made
 
 
 @pytest.fixture
-def folder(ground: Ground, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the recipe that was run, of the same name, to be edited."""
-    yield Path(shutil.copytree(ground.folders["plain"], tmp_path / "plain"))
-    ground.restore("plain")
-    shutil.rmtree(ground.home / "names", ignore_errors=True)
+def folder(baseline: Baseline, tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of the recipe that was run, under the same name, to be edited."""
+    yield Path(shutil.copytree(baseline.folders["plain"], tmp_path / "plain"))
+    baseline.restore("plain")
+    shutil.rmtree(baseline.home / "names", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
-def _free_names(ground: Ground) -> None:
-    shutil.rmtree(ground.home / "names", ignore_errors=True)
+def _free_names(baseline: Baseline) -> None:
+    shutil.rmtree(baseline.home / "names", ignore_errors=True)
 
 
-def run(ground: Ground, folder: Path, asset: str | None = None) -> RunReport:
-    report = materialize(load_recipe(folder), ground.services, ground.instance, asset)
+def run(baseline: Baseline, folder: Path, asset: str | None = None) -> RunReport:
+    report = materialize(load_recipe(folder), baseline.services, baseline.instance, asset)
     assert report.succeeded, report
     return report
 
 
-def states(ground: Ground, folder: Path) -> dict[str, tuple[str, ...]]:
-    found = status(load_recipe(folder).pipeline, ground.services, ground.instance)
+def states(baseline: Baseline, folder: Path) -> dict[str, tuple[str, ...]]:
+    found = status(load_recipe(folder).pipeline, baseline.services, baseline.instance)
     return {asset.asset: asset.causes for asset in found if asset.state != "fresh"}
 
 
-def released(ground: Ground, report: RunReport, name: str = "plain") -> Path:
-    return ground.services.registry.resolve(f"models:/{name}/{report.model_version}")
+def released(baseline: Baseline, report: RunReport, name: str = "plain") -> Path:
+    return baseline.services.registry.resolve(f"models:/{name}/{report.model_version}")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def set_attributes(folder: Path, attributes: dict[str, Any]) -> None:
     ],
 )
 def test_release_after_an_edit_of_a_shipped_file_is_a_new_version_and_trains_nothing(
-    ground: Ground, folder: Path, file: str, fields: dict[str, Any], cause: str, place: str
+    baseline: Baseline, folder: Path, file: str, fields: dict[str, Any], cause: str, place: str
 ) -> None:
     path = folder / "base" / file
     path.write_text(path.read_text() if path.exists() else "{}")
     change_json(path, **fields)
-    assert states(ground, folder)["released_model"][-1] == f"release_spec: {cause}"
-    report = run(ground, folder)
+    assert states(baseline, folder)["released_model"][-1] == f"release_spec: {cause}"
+    report = run(baseline, folder)
     outcomes = {asset.asset: asset.outcome for asset in report.assets}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} <= {
         "tokenization_spec",
@@ -108,46 +108,46 @@ def test_release_after_an_edit_of_a_shipped_file_is_a_new_version_and_trains_not
         "released_model",
     }
     assert outcomes["released_model"] == "computed" and report.model_version != "1"
-    model = released(ground, report)
+    model = released(baseline, report)
     for shipped in (model / file, model.parent / place / file if place else model / file):
         assert fields.items() <= read(shipped).items()
-    assert states(ground, folder) == {}
+    assert states(baseline, folder) == {}
 
 
 def test_release_of_a_recipe_has_its_own_padding_whatever_ran_in_the_home_before(
-    ground: Ground, tmp_path: Path
+    baseline: Baseline, tmp_path: Path
 ) -> None:
-    """The two bases give the same tokens and weights, so all that is trained is shared."""
-    other = Path(shutil.copytree(ground.folders["plain"], tmp_path / "other"))
+    """The two bases give the same tokens and weights, so they share everything that is trained."""
+    other = Path(shutil.copytree(baseline.folders["plain"], tmp_path / "other"))
     set_attributes(other, {**FEW, "release": {"model_name": "other"}})
     change_json(other / "base" / "tokenizer_config.json", pad_token="<|end|>", model_max_length=512)
     change_json(other / "base" / "config.json", use_cache=False)
     change_json(other / "base" / "generation_config.json", suppress_tokens=[7])
-    report = run(ground, other)
+    report = run(baseline, other)
     reused = {asset.asset for asset in report.assets if asset.outcome == "reused"}
     assert {"tokenized_pairs", "reference_logprobs", "policy", "evaluation"} <= reused
-    words = AutoTokenizer.from_pretrained(released(ground, report, "other"))
+    words = AutoTokenizer.from_pretrained(released(baseline, report, "other"))
     assert (words.pad_token, words.model_max_length) == ("<|end|>", 512)
-    assert read(released(ground, report, "other") / "generation_config.json")["suppress_tokens"] == [7]
-    first = ground.services.registry.resolve("models:/plain/1")
+    assert read(released(baseline, report, "other") / "generation_config.json")["suppress_tokens"] == [7]
+    first = baseline.services.registry.resolve("models:/plain/1")
     assert AutoTokenizer.from_pretrained(first).pad_token == "<|pad|>"
     assert "suppress_tokens" not in read(first / "generation_config.json")
 
 
-def test_release_of_files_from_the_store_is_the_same_after_they_were_lost(ground: Ground, folder: Path) -> None:
+def test_release_of_files_from_the_store_is_the_same_after_they_were_lost(baseline: Baseline, folder: Path) -> None:
     change_json(folder / "base" / "generation_config.json", suppress_tokens=[9])
-    model = released(ground, run(ground, folder))
+    model = released(baseline, run(baseline, folder))
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     shutil.rmtree(model)
-    run(ground, folder)
+    run(baseline, folder)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
     assert read(model / "generation_config.json")["suppress_tokens"] == [9]
 
 
-def test_pipeline_of_a_release_answers_greedily_though_its_base_draws_by_lot(ground: Ground, folder: Path) -> None:
-    """A pipeline of transformers draws at a temperature of 0.7 unless the model's own file says otherwise."""
+def test_pipeline_of_a_release_answers_greedily_though_its_base_draws_by_lot(baseline: Baseline, folder: Path) -> None:
+    """A pipeline of transformers samples at a temperature of 0.7 unless the model's own file differs."""
     change_json(folder / "base" / "generation_config.json", do_sample=True, temperature=5.0, pad_token_id=1)
-    model = released(ground, run(ground, folder))
+    model = released(baseline, run(baseline, folder))
     answer = pipeline("text-generation", model=str(model))
     asked = [{"role": "user", "content": "What is the opposite of hot?"}]
     said = {answer(asked, max_new_tokens=12)[0]["generated_text"][-1]["content"] for _ in range(4)}
@@ -158,40 +158,40 @@ def test_pipeline_of_a_release_answers_greedily_though_its_base_draws_by_lot(gro
 
 
 def ends_with_another_token(folder: Path) -> None:
-    """The base says that it stops at <|pad|>; its template ends an answer with <|end|>."""
+    """Make the base stop at <|pad|>, while its template ends an answer with <|end|>."""
     for name in ("config.json", "generation_config.json"):
         change_json(folder / "base" / name, eos_token_id=0)
     change_json(folder / "base" / "tokenizer_config.json", eos_token="<|pad|>")
 
 
 def test_note_of_an_end_of_turn_at_which_the_model_does_not_stop(
-    ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    baseline: Baseline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(ground.folders["plain"], tmp_path / "endless"))
+    folder = Path(shutil.copytree(baseline.folders["plain"], tmp_path / "endless"))
     set_attributes(folder, {**FEW, "release": {"model_name": "endless"}})
     ends_with_another_token(folder)
     note = (
         "the chat template ends an answer with <|end|>, which is not among the released model's eos_token_id (<|pad|>): a "
         'server writes on after it; set `release.eos_tokens: ["<|end|>"]`'
     )
-    told = {asset.asset: asset.notes for asset in planned(ground, folder)}
+    told = {asset.asset: asset.notes for asset in planned(baseline, folder)}
     assert told["release_spec"] == (note,)
-    model = released(ground, run(ground, folder), "endless")
+    model = released(baseline, run(baseline, folder), "endless")
     assert read(model / "generation_config.json")["eos_token_id"] == 0
     set_attributes(folder, {**FEW, "release": {"model_name": "endless", "eos_tokens": ["<|end|>"]}})
-    assert {asset.asset: asset.notes for asset in planned(ground, folder)}["release_spec"] == ()
-    report = run(ground, folder)
+    assert {asset.asset: asset.notes for asset in planned(baseline, folder)}["release_spec"] == ()
+    report = run(baseline, folder)
     computed = {asset.asset for asset in report.assets if asset.outcome == "computed"}
-    assert computed == {"evaluation", "released_model"}  # the specs were made for the plan
-    assert read(released(ground, report, "endless") / "generation_config.json")["eos_token_id"] == [0, 1]
+    assert computed == {"evaluation", "released_model"}  # the plan made the specs
+    assert read(released(baseline, report, "endless") / "generation_config.json")["eos_token_id"] == [0, 1]
 
 
-def planned(ground: Ground, folder: Path) -> Any:
-    return plan(load_recipe(folder).pipeline, ground.services, ground.instance)
+def planned(baseline: Baseline, folder: Path) -> Any:
+    return plan(load_recipe(folder).pipeline, baseline.services, baseline.instance)
 
 
 def of_olmo(folder: Path, maker: ModuleType) -> None:
-    """`base`, an OLMo 2, and `tok`, the same files of a tokenizer without a model's config.json beside them."""
+    """Write `base`, an OLMo 2, and `tok`, the same tokenizer files without a model's config.json beside them."""
     rows = [
         maker.conversation(
             f"What is in town {n}? I have 2023 crowns.", f"It costs $1,650 ({650841823 + n}).", f"No {n}."
@@ -216,35 +216,35 @@ def of_olmo(folder: Path, maker: ModuleType) -> None:
 def test_tokens_of_a_tokenizer_whose_class_config_json_decides(
     tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType
 ) -> None:
-    """The same tokenizer files give other ids beside a config.json of OLMo 2, and are made anew when the recipe goes there."""
+    """The same tokenizer files give other ids beside a config.json of OLMo 2, so a move there tokenizes again."""
     attributes = {**FEW, "tokenization": {"tokenizer": "./tok"}, "release": {"model_name": "olmo"}}
-    with run_in(tmp_path_factory.mktemp("olmo"), demo_maker, {"olmo": attributes}, of_olmo) as ground:
-        folder = ground.folders["olmo"]
-        of_gpt2 = ids_of_row(ground, folder)
+    with run_in(tmp_path_factory.mktemp("olmo"), demo_maker, {"olmo": attributes}, of_olmo) as baseline:
+        folder = baseline.folders["olmo"]
+        of_gpt2 = ids_of_row(baseline, folder)
         assert of_gpt2 == own_ids(folder, "tok")
-        told = {asset.asset: asset.notes for asset in planned(ground, folder)}["tokenization_spec"]
+        told = {asset.asset: asset.notes for asset in planned(baseline, folder)}["tokenization_spec"]
         assert len(told) == 1 and "loads the tokenizer as GPT2Tokenizer, which gives other tokens" in told[0]
         assert "of 'x = [1, 20, 300]" in told[0]
         # Beside OLMo's config.json the released tokenizer still gives the ids of training.
         text = AutoTokenizer.from_pretrained(folder / "tok").decode(of_gpt2)
-        model = ground.services.registry.resolve("models:/olmo/1")
+        model = baseline.services.registry.resolve("models:/olmo/1")
         assert AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False)["input_ids"] == of_gpt2
 
         set_attributes(folder, {**attributes, "tokenization": {}})
-        causes = states(ground, folder)
+        causes = states(baseline, folder)
         assert "config.json beside the tokenizer: model_type absent -> olmo2" in causes["tokenization_spec"]
         assert {"tokenized_pairs", "policy", "released_model"} <= causes.keys()
-        run(ground, folder)
-        assert ids_of_row(ground, folder) == own_ids(folder, "base") != of_gpt2
-        assert {asset.asset: asset.notes for asset in planned(ground, folder)}["tokenization_spec"] == ()
+        run(baseline, folder)
+        assert ids_of_row(baseline, folder) == own_ids(folder, "base") != of_gpt2
+        assert {asset.asset: asset.notes for asset in planned(baseline, folder)}["tokenization_spec"] == ()
 
 
-def ids_of_row(ground: Ground, folder: Path) -> list[int]:
-    return inspect_row(load_recipe(folder).pipeline, ground.services, ground.instance, 0).chosen.token_ids
+def ids_of_row(baseline: Baseline, folder: Path) -> list[int]:
+    return inspect_row(load_recipe(folder).pipeline, baseline.services, baseline.instance, 0).chosen.token_ids
 
 
 def own_ids(folder: Path, tokenizer: str) -> list[int]:
-    """What transformers makes of the first pair's chosen conversation."""
+    """Return transformers' tokens of the first pair's chosen conversation."""
     row = json.loads((folder / "preferences.jsonl").read_text().splitlines()[0])
     words = AutoTokenizer.from_pretrained(folder / tokenizer)
     text = words.apply_chat_template([*row["prompt"], *row["chosen"]], tokenize=False)
@@ -252,7 +252,7 @@ def own_ids(folder: Path, tokenizer: str) -> list[int]:
     return ids
 
 
-def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(ground: Ground, folder: Path) -> None:
+def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(baseline: Baseline, folder: Path) -> None:
     words = AutoTokenizer.from_pretrained(folder / "base")
     words.add_tokens([f"unused {n}" for n in range(640 - len(words))])  # for which the model has embeddings
     words.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|done|>"]})
@@ -261,30 +261,30 @@ def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(ground: G
         "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
     )
     words.save_pretrained(folder / "base")
-    before = set(ground.services.store.fingerprints("tokenized_pairs"))
+    before = set(baseline.services.store.fingerprints("tokenized_pairs"))
     told = (
         r"defs\.yaml:\d+: reference\.model: \./base: the chat template writes <\|turn\|>, <\|done\|>, for which the model in "
         r".* has no embeddings: its config\.json has `vocab_size: 640`\. Resize the embeddings"
     )
     with pytest.raises(ModelError, match=told):
-        planned(ground, folder)
-    report = materialize(load_recipe(folder), ground.services, ground.instance, "tokenized_pairs")
+        planned(baseline, folder)
+    report = materialize(load_recipe(folder), baseline.services, baseline.instance, "tokenized_pairs")
     failed = {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
     assert failed.keys() == {"tokenized_pairs"} and "Resize the embeddings" in str(failed["tokenized_pairs"])
-    assert set(ground.services.store.fingerprints("tokenized_pairs")) == before
+    assert set(baseline.services.store.fingerprints("tokenized_pairs")) == before
 
 
-def test_inspect_shows_tokens_that_a_plan_has_made(ground: Ground, folder: Path) -> None:
+def test_inspect_shows_tokens_that_a_plan_has_made(baseline: Baseline, folder: Path) -> None:
     path = folder / "base" / "chat_template.jinja"
-    then = ids_of_row(ground, folder)
+    then = ids_of_row(baseline, folder)
     path.write_text(path.read_text().replace("+ '|>' }}", "+ '|> ' }}"))
-    assert ids_of_row(ground, folder) == then
-    planned(ground, folder)
-    assert ids_of_row(ground, folder) == own_ids(folder, "base") != then
+    assert ids_of_row(baseline, folder) == then
+    planned(baseline, folder)
+    assert ids_of_row(baseline, folder) == own_ids(folder, "base") != then
 
 
-def test_files_of_a_release_are_those_of_the_table(ground: Ground) -> None:
-    model = ground.services.registry.resolve("models:/plain/1")
+def test_files_of_a_release_are_those_of_the_table(baseline: Baseline) -> None:
+    model = baseline.services.registry.resolve("models:/plain/1")
     of_weights, of_tokenizer = {"model.safetensors", "config.json"}, {"tokenizer.json", "tokenizer_config.json"}
     shipped = {*of_weights, *of_tokenizer, "chat_template.jinja", "generation_config.json"}
     assert {path.name for path in model.iterdir()} == shipped

@@ -1,4 +1,4 @@
-"""A base model is rewritten in place during `pedigree run`: no wrong champion, and nothing wrong is kept for later runs."""
+"""A base model is rewritten during `pedigree run`: no wrong champion, and no wrong result is kept for later runs."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def recipe(small_recipe: Path, tmp_path: Path) -> Path:
-    """One with a base of its own, which may be rewritten."""
+    """Return a recipe with a base of its own, which may be rewritten."""
     return Path(shutil.copytree(small_recipe, tmp_path / "small"))
 
 
 @pytest.fixture
 def unscored(first_run, tmp_path: Path) -> Home:
-    """The home in which everything was made, less log-probs, policy and what follows."""
+    """Return the home after the run, without log-probs, policy and everything below."""
     home = Home(tmp_path / "home")
     shutil.copytree(first_run[0].path, home.path)
     for asset in ("reference_logprobs", "policy", "evaluation"):
@@ -46,7 +46,7 @@ def fingerprint(report, asset: str) -> str:
 
 @contextmanager
 def rewritten(home: Home, asset: str, when: Callable[[Event], bool], file: Path, content: bytes):
-    """Within the block `file` is written in place once the job of `asset` says so; gives what is set when it was."""
+    """Within the block, rewrite `file` when the job of `asset` reaches a point. Yield an event that is set then."""
     done, is_over = threading.Event(), threading.Event()
 
     def follow() -> None:
@@ -67,13 +67,13 @@ def rewritten(home: Home, asset: str, when: Callable[[Event], bool], file: Path,
         thread.join()
 
 
-def test_the_launching_side_vouches_for_what_it_hashes(looking, materialized):
-    """A scoring job of `verify`: the table, the pairs, and the base that the reference model points at."""
-    base = looking.folder / "base"
+def test_job_receives_hashes_of_settled_files(checkout, materialized):
+    """A scoring job of `verify` reads the table, the pairs, and the base that the reference model points at."""
+    base = checkout.folder / "base"
     while settled(model_stamps(base)) != model_stamps(base):
         time.sleep(0.1)
-    assert verify(looking.pipeline, looking.services, looking.instance, rows=1).ok
-    [file] = (looking.home / "jobs").glob("proof-*/job.json")
+    assert verify(checkout.pipeline, checkout.services, checkout.instance, rows=1).ok
+    [file] = (checkout.home / "jobs").glob("proof-*/job.json")
     job = Job.read(file)
     assert job.stamps is not None
     assert job.stamps["reference_model"] == model_stamps(base)
@@ -82,11 +82,11 @@ def test_the_launching_side_vouches_for_what_it_hashes(looking, materialized):
     assert "logprobs.safetensors" in job.stamps["reference_logprobs"]
 
 
-def test_for_a_file_that_changed_just_now_nobody_vouches(looking):
-    """The job hashes it again: a stamp shows no second change within a tick of the clock."""
-    (looking.folder / "base" / WEIGHTS).touch()
-    assert verify(looking.pipeline, looking.services, looking.instance, rows=1).ok
-    [file] = (looking.home / "jobs").glob("proof-*/job.json")
+def test_job_receives_no_hash_of_a_file_changed_just_now(checkout):
+    """The job hashes such a file again: a stamp hides a second change within a tick of the clock."""
+    (checkout.folder / "base" / WEIGHTS).touch()
+    assert verify(checkout.pipeline, checkout.services, checkout.instance, rows=1).ok
+    [file] = (checkout.home / "jobs").glob("proof-*/job.json")
     stamps = Job.read(file).stamps
     assert stamps is not None and WEIGHTS not in stamps["reference_model"]
 

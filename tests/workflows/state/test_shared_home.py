@@ -1,4 +1,4 @@
-"""A home that several processes, and several users, come to at once."""
+"""A home that several processes and several users use at once."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from workflows.orchestration.resources import build_services, dagster_instance, 
 
 
 def at_once(count: int, work) -> list[int | None]:
-    """The exit codes of `count` processes that begin `work` at the same moment."""
+    """Start `count` processes that begin `work` at the same moment. Return their exit codes."""
     context = multiprocessing.get_context("fork")
     gate = context.Barrier(count)
 
@@ -45,8 +45,8 @@ def group_umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_umask")
-def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Dagster's tables were made several times over, and its database then had two versions: nobody could open it again."""
+def test_first_commands_of_a_home_may_run_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise Dagster's tables are created several times, its database has two versions, and nothing can open it."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
     prepare_home(tmp_path)
@@ -58,12 +58,14 @@ def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypa
     assert at_once(4, open_it) == [0] * 4
     open_it()
     databases = list((tmp_path / "dagster").rglob("*.db"))
-    assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), "the group writes them too"
+    assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), (
+        "its group may write them too"
+    )
 
 
 @pytest.mark.parametrize("told", ["dagster's", "~/dagster's"])
-def test_dagsters_home_may_be_told_from_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
-    """Or from the user's own folder, as Dagster itself takes it."""
+def test_dagster_home_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
+    """The configured folder may be that of the environment, or the user's own folder, as for Dagster."""
     monkeypatch.chdir(tmp_path)
     for name, value in (("HOME", str(tmp_path)), ("PEDIGREE_HOME", str(tmp_path / "home")), ("DAGSTER_HOME", told)):
         monkeypatch.setenv(name, value)
@@ -72,8 +74,8 @@ def test_dagsters_home_may_be_told_from_where_one_is(tmp_path: Path, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"home", "dagster's"}
 
 
-def test_dagsters_settings_are_never_seen_in_part(tmp_path: Path):
-    """By another command that begins just then, or by the next one, where the disk refuses what is more than ten bytes."""
+def test_dagster_settings_are_written_atomically(tmp_path: Path):
+    """Another command may begin just then, or the disk may refuse to write more than ten bytes."""
     script = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
     script += "import workflows.orchestration.resources as r\n"
     script += "from pathlib import Path; r.prepare_home(Path(sys.argv[1]))"
@@ -84,7 +86,7 @@ def test_dagsters_settings_are_never_seen_in_part(tmp_path: Path):
 
 
 def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: MLflow, asked where the run, the version and the next run lie."""
+    """Oracle: the places of run, version and next run in MLflow."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     about: dict[str, Any] = {"experiment": "demo", "params": {}, "tags": {}}
     first = build_services(tmp_path / "alt 100% ü")
@@ -104,14 +106,16 @@ def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.
     assert client.get_run(another.run_id).info.artifact_uri == f"{below}{another.run_id}/artifacts"
     (tmp_path / "link").symlink_to("new")
     build_services(tmp_path / "link")
-    assert client.get_run(run.run_id).info.artifact_uri.startswith(below), "another way to the same folder is no move"
+    assert client.get_run(run.run_id).info.artifact_uri.startswith(below), (
+        "another path to the same folder is not a move"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("group_umask")
-def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
+def test_first_runs_of_a_database_may_be_concurrent(tmp_path: Path):
     assert at_once(2, lambda: connect(f"sqlite:///{tmp_path}/mlflow/mlflow.db")) == [0, 0]
-    assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "the group writes it too"
+    assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "its group may write it too"
 
 
 TABLES = """
@@ -132,14 +136,14 @@ def test_addresses_in_a_database_of_the_users_own_stay(tmp_path: Path, monkeypat
         assert connection.execute("SELECT artifact_location FROM experiments").fetchall() == [(place,)]
 
 
-def test_only_what_came_along_follows(tmp_path: Path):
-    """To the home at `new`, which was at `old`. What is kept elsewhere stays, in whatever folder."""
+def test_only_artifacts_below_the_home_are_relocated(tmp_path: Path):
+    """The home moved from `old` to `new`. Files elsewhere stay, in any folder."""
     root, elsewhere = tmp_path / "new" / "mlflow" / "artifacts", tmp_path / "big disk" / "mlflow" / "artifacts"
     (root / "moved").mkdir(parents=True)
     (elsewhere / "kept").mkdir(parents=True)
     (tmp_path / "link").symlink_to("new")
     old = tmp_path / "old" / "mlflow" / "artifacts"
-    for name in ("moved", "moved too", "moved-not"):  # the original of a copy is still there
+    for name in ("moved", "moved too", "moved-not"):  # the original of a copy still exists
         (old / name).mkdir(parents=True)
     (root / "moved too").mkdir()
     places = {
@@ -184,7 +188,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process at work in a home, which has said who it is."""
+    """Start a process that works in a home and has recorded its identity."""
     command = [sys.executable, "-c", SIGN_AND_WAIT, str(tmp_path / "my home")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -194,27 +198,27 @@ def worker(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_a_process_is_alive_until_it_is_killed(tmp_path: Path, worker):
     home, told = tmp_path / "my home", worker.stdout.readline().rstrip()
     assert is_alive(told, home) and is_alive(this_process(home), home)
-    assert told.startswith(f"{platform.node()} {worker.pid} "), "for people"
+    assert told.startswith(f"{platform.node()} {worker.pid} "), "human-readable"
     worker.kill()
     worker.wait()
     assert not is_alive(told, home)
     assert is_alive(this_process(home), home)
 
 
-def test_who_is_alive_does_not_hang_on_names_of_machines_and_process_ids(tmp_path: Path, worker):
-    """As seen from a container: the same host name, and ids of which none, or another process, is here."""
+def test_liveness_does_not_depend_on_host_names_and_process_ids(tmp_path: Path, worker):
+    """From a container: the same host name, and process ids that are unused or belong to another process."""
     lock = worker.stdout.readline().rstrip().split(" ", 2)[2]
     for who in (f"{platform.node()} 999999999 {lock}", f"{platform.node()} 1 {lock}", f"elsewhere 1 {lock}"):
         assert is_alive(who, tmp_path / "my home")
     worker.kill()
     worker.wait()
-    assert not is_alive(f"elsewhere 1 {lock}", tmp_path / "my home"), "nor on which machine somebody looks"
+    assert not is_alive(f"elsewhere 1 {lock}", tmp_path / "my home"), "not of the reader's machine"
 
 
-def test_in_a_home_that_was_moved_or_restored_nobody_is_at_work_but_who_was_before(tmp_path: Path, worker):
+def test_process_of_a_moved_home_is_alive_until_it_ends(tmp_path: Path, worker):
     told = worker.stdout.readline().rstrip()
     shutil.copytree(tmp_path / "my home", tmp_path / "copy")
-    assert is_alive(told, tmp_path / "copy"), "the original is there, and so is who works in it"
+    assert is_alive(told, tmp_path / "copy"), "the original exists, and so does its worker"
     (tmp_path / "my home").rename(tmp_path / "moved")
     assert is_alive(told, tmp_path / "moved"), "its lock moved with the home"
     worker.kill()

@@ -1,4 +1,4 @@
-"""What `pedigree status` says of a change: every kind of it, made to a recipe that was materialized, in a person's words."""
+"""The causes of `pedigree status`: every kind of change to a recipe that was materialized."""
 
 import json
 import shutil
@@ -11,47 +11,47 @@ import pytest
 
 from assets.lineage.settings_diff import setting_changes
 from assets.pipeline.graph import GRAPH
-from tests.workflows.homes import ATTRIBUTES, Looker, edit, flip, looker
+from tests.workflows.homes import ATTRIBUTES, Checkout, check_out, edit, flip
 from workflows.state.status import status
 
-pytestmark = pytest.mark.slow  # one run of the small recipe, which other tests share
+pytestmark = pytest.mark.slow  # shares one run of the small recipe with other tests
 
 BELOW_PAIRS = ["reference_logprobs", "policy", "evaluation", "released_model"]
 
 
 @pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path)
+def checkout(materialized, small_recipe, tmp_path):
+    found = check_out(materialized[0], small_recipe, tmp_path)
     with found.instance:
         yield found
 
 
-def judged(looking: Looker) -> dict[str, tuple[str, list[str]]]:
-    return {a.asset: (a.state, list(a.causes)) for a in status(looking.pipeline, looking.services, looking.instance)}
+def judged(checkout: Checkout) -> dict[str, tuple[str, list[str]]]:
+    return {a.asset: (a.state, list(a.causes)) for a in status(checkout.pipeline, checkout.services, checkout.instance)}
 
 
-def stale(looking: Looker) -> dict[str, list[str]]:
-    return {asset: causes for asset, (state, causes) in judged(looking).items() if state == "stale"}
+def stale(checkout: Checkout) -> dict[str, list[str]]:
+    return {asset: causes for asset, (state, causes) in judged(checkout).items() if state == "stale"}
 
 
-def change_json(looking: Looker, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    path = looking.folder / "base" / name
+def change_json(checkout: Checkout, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    path = checkout.folder / "base" / name
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
-def test_a_recipe_that_was_never_run_is_missing(looking):
+def test_a_recipe_that_was_never_run_is_missing(checkout):
     with dg.DagsterInstance.ephemeral() as instance:
-        found = status(looking.pipeline, looking.services, instance)
+        found = status(checkout.pipeline, checkout.services, instance)
     assert {(a.state, a.causes) for a in found} == {("missing", ("never materialized",))}
 
 
-def test_a_field_of_training_is_told_wherever_it_leads(looking):
-    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+def test_changed_field_of_training_is_a_cause_of_every_asset_below(checkout):
+    edit(checkout, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
     words = "loss.beta 0.1 -> 0.2"
     both = [f"training_spec: {words}", f"evaluation_spec: {words}"]
-    assert stale(looking) == {
+    assert stale(checkout) == {
         "training_spec": [words],
         "evaluation_spec": [words],
         "policy": both[:1],
@@ -60,12 +60,12 @@ def test_a_field_of_training_is_told_wherever_it_leads(looking):
     }
 
 
-def test_a_changed_line_of_the_template(looking):
-    path = looking.folder / "base" / "chat_template.jinja"
+def test_a_changed_line_of_the_template(checkout):
+    path = checkout.folder / "base" / "chat_template.jinja"
     lines = path.read_text().splitlines()
     lines[3] += " "
     path.write_text("\n".join(lines) + "\n")
-    found = stale(looking)
+    found = stale(checkout)
     first, removed, added = found["tokenization_spec"][0].splitlines()
     assert first == "chat template changed: line 4"
     assert (removed.strip(), added.strip()) == (f"-{lines[3].rstrip()}", f"+{lines[3]}".strip())
@@ -106,87 +106,87 @@ def swap(content):
         (swap, "tokenizer moved token "),
     ],
 )
-def test_a_changed_tokenizer(looking, change, words):
-    change_json(looking, "tokenizer.json", change)
-    assert stale(looking)["tokenization_spec"][0].startswith(words)
-    assert "tokenization_spec: " + words in stale(looking)["tokenized_pairs"][0]
+def test_a_changed_tokenizer(checkout, change, words):
+    change_json(checkout, "tokenizer.json", change)
+    assert stale(checkout)["tokenization_spec"][0].startswith(words)
+    assert "tokenization_spec: " + words in stale(checkout)["tokenized_pairs"][0]
 
 
-def test_a_changed_special_token(looking):
-    change_json(looking, "tokenizer_config.json", lambda c: c.update(eos_token="<|user|>"))
-    [words] = stale(looking)["tokenization_spec"]
+def test_a_changed_special_token(checkout):
+    change_json(checkout, "tokenizer_config.json", lambda c: c.update(eos_token="<|user|>"))
+    [words] = stale(checkout)["tokenization_spec"]
     assert words.startswith("tokenizer eos_token <|end|> (id ") and "-> <|user|> (id " in words
 
 
-def test_a_changed_rule_of_tokenization(looking):
-    edit(looking, {**ATTRIBUTES, "tokenization": {"max_length": 64, "template_kwargs": {"deep": True}}})
-    assert stale(looking)["tokenization_spec"] == ["max_length 128 -> 64", "template_kwargs.deep absent -> true"]
+def test_a_changed_rule_of_tokenization(checkout):
+    edit(checkout, {**ATTRIBUTES, "tokenization": {"max_length": 64, "template_kwargs": {"deep": True}}})
+    assert stale(checkout)["tokenization_spec"] == ["max_length 128 -> 64", "template_kwargs.deep absent -> true"]
 
 
-def test_changed_weights(looking):
-    flip(looking.folder / "base" / "model.safetensors")
-    found = stale(looking)
+def test_changed_weights(checkout):
+    flip(checkout.folder / "base" / "model.safetensors")
+    found = stale(checkout)
     assert found["base_model"] == ["model.safetensors differs"]
     for asset in ("reference_model", *BELOW_PAIRS):
         assert found[asset] == ["base_model: model.safetensors differs"]
     assert "tokenized_pairs" not in found
 
 
-def test_a_changed_config(looking):
-    change_json(looking, "config.json", lambda c: c["rope_parameters"].update(rope_theta=500000.0))
-    [words] = stale(looking)["base_model"]
+def test_a_changed_config(checkout):
+    change_json(checkout, "config.json", lambda c: c["rope_parameters"].update(rope_theta=500000.0))
+    [words] = stale(checkout)["base_model"]
     assert words.startswith("config ") and words.endswith("rope_theta 10000.0 -> 500000.0")
 
 
-def test_changed_data(looking):
-    path = looking.folder / "preferences.jsonl"
+def test_changed_data(checkout):
+    path = checkout.folder / "preferences.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
     words = "preferences.jsonl differs (160 -> 161 rows read)"
-    found = stale(looking)
+    found = stale(checkout)
     assert found.pop("preference_source") == [words]
     assert set(found) == {"raw_preferences", "tokenized_pairs", *BELOW_PAIRS}
     assert {tuple(causes) for causes in found.values()} == {(f"preference_source: {words}",)}
 
 
-def test_files_that_come_go_and_are_renamed(looking):
-    path = looking.folder / "preferences.jsonl"
-    path.rename(looking.folder / "renamed.jsonl")
-    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "renamed.jsonl"}]}})
-    assert stale(looking) == {}
-    shutil.copy(looking.folder / "renamed.jsonl", path)
-    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "*.jsonl"}]}})
-    assert stale(looking)["preference_source"] == ["renamed.jsonl added"]
+def test_files_that_come_go_and_are_renamed(checkout):
+    path = checkout.folder / "preferences.jsonl"
+    path.rename(checkout.folder / "renamed.jsonl")
+    edit(checkout, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "renamed.jsonl"}]}})
+    assert stale(checkout) == {}
+    shutil.copy(checkout.folder / "renamed.jsonl", path)
+    edit(checkout, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "*.jsonl"}]}})
+    assert stale(checkout)["preference_source"] == ["renamed.jsonl added"]
 
 
-def test_supervised_tuning_switched_on(looking):
-    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "sft": {"epochs": 1}}})
-    causes = stale(looking)["reference_model"]
+def test_supervised_tuning_switched_on(checkout):
+    edit(checkout, {**ATTRIBUTES, "reference": {"model": "./base", "sft": {"epochs": 1}}})
+    causes = stale(checkout)["reference_model"]
     assert "epochs absent -> 1" in causes and "tokenized_pairs is an input now" in causes
 
 
 @pytest.mark.parametrize("asset", ["tokenization_spec", "raw_preferences"])
-def test_another_version_of_an_algorithm(looking, monkeypatch, asset):
+def test_another_version_of_an_algorithm(checkout, monkeypatch, asset):
     words = f"code version {GRAPH[asset].version} -> another"
     monkeypatch.setitem(GRAPH, asset, replace(GRAPH[asset], version="another"))
-    found = stale(looking)
+    found = stale(checkout)
     assert (found[asset], found["tokenized_pairs"]) == ([words], [f"{asset}: {words}"])
 
 
-def test_an_input_that_is_none_any_more(looking, monkeypatch):
+def test_removed_input_is_a_cause(checkout, monkeypatch):
     needs = tuple(name for name in GRAPH["evaluation"].needs if name != "reference_model")
     monkeypatch.setitem(GRAPH, "evaluation", replace(GRAPH["evaluation"], needs=needs))
     words = "reference_model is no input any more"
-    assert stale(looking) == {"evaluation": [words], "released_model": [f"evaluation: {words}"]}
+    assert stale(checkout) == {"evaluation": [words], "released_model": [f"evaluation: {words}"]}
 
 
-def test_a_demand_of_the_gate(looking):
-    edit(looking, {**ATTRIBUTES, "release": {"model_name": "small", "gate": {"min_accuracy": 0.25}}})
-    assert stale(looking) == {"released_model": ["gate.min_accuracy null -> 0.25"]}
+def test_changed_gate_is_a_cause_of_the_release_alone(checkout):
+    edit(checkout, {**ATTRIBUTES, "release": {"model_name": "small", "gate": {"min_accuracy": 0.25}}})
+    assert stale(checkout) == {"released_model": ["gate.min_accuracy null -> 0.25"]}
 
 
-def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe, tmp_path):
+def test_missing_and_corrupt_artifacts_are_causes(materialized, small_recipe, tmp_path):
     home, report = materialized
-    found = looker(home, small_recipe, tmp_path, copy_home=True)
+    found = check_out(home, small_recipe, tmp_path, copy_home=True)
     fingerprints = {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
     shutil.rmtree(found.home / "store" / "reference_logprobs" / fingerprints["reference_logprobs"])
     path = found.home / "store" / "raw_preferences" / fingerprints["raw_preferences"] / "preferences.parquet"
@@ -195,7 +195,7 @@ def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe,
         causes = stale(found)
     assert causes["raw_preferences"] == ["file preferences.parquet of its artifact is corrupt"]
     assert causes["policy"] == ["raw_preferences: file preferences.parquet of its artifact is corrupt"]
-    flip(path)  # back to what it was
+    flip(path)  # undo it
     with dg.DagsterInstance.from_config(str(found.home / "dagster")) as instance:
         found.instance = instance
         causes = stale(found)
@@ -207,7 +207,7 @@ def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe,
     assert "raw_preferences" not in causes
 
 
-def test_a_section_that_is_new_is_one_change():
+def test_new_section_is_one_cause():
     loss = {"type": "sigmoid", "smoothing": 0.0}
     before = {"adapter": None, "loss": loss, "sources": [{"split": "train"}], "kept": {}}
     now = {

@@ -1,22 +1,22 @@
-"""The truth table of reuse: what each of a hundred and ten edits must leave alone, and what it must make again.
+"""The truth table of reuse: what each of a hundred and ten edits recomputes and what it reuses.
 
-The table at the end of this file was written by hand, from what each edit means. Where the code differed it was judged which of
-the two is right; the lines with `n`, another scoring and a reworded held-out answer are as the code has it. Each line has
-an edit and a letter for every asset, in the order of the graph. The letter gives the status before and what the run does:
+The table at the end of this file was written by hand, from the meaning of each edit. If the code differed, we judged which of
+the two is right; the lines with `n`, another scoring and a reworded held-out answer follow the code. Each line has an edit and
+a letter for every asset, in the order of the graph. The letter gives the status before the run and the outcome of the run:
 
     .  fresh, and reused
-    C  stale, computed, and it is another artifact than before
-    c  stale, computed, and it turns out to be the artifact of before
-    r  stale, since something above had to be computed; reused, since that turned out to be what it was
-    m  missing, since no recipe of this name was ever run, and reused
-    n  fresh, and only noted down again: what a source or a spec holds is known by looking, and it is what it was
+    C  stale, computed, and another artifact than before
+    c  stale, computed, and the same artifact as before
+    r  stale, because an asset above had to be computed; reused, because that one came out the same
+    m  missing, because no recipe of this name was ever run; reused
+    n  fresh, and only recorded again: a source or a spec is read to know it, and it was the same
     u  stale, and reused though another artifact than before: another recipe has made it
 
-Anything else is an error: an asset that the status calls fresh and the run computes, or one that is another artifact than
-before and was not computed. Behind it stands how many of the sequences the reference model had to score.
+Anything else is an error: a fresh asset that the run computes, or another artifact that was not computed. The number at the
+end is the sequences that the reference model had to score.
 
-Every edit starts from the same world, in which the recipe was run once. Afterwards the edit is undone and a run is planned: it
-must make nothing.
+Every edit starts from the same state, in which the recipe was run once. Afterwards the edit is undone and a run is planned: the
+plan must reuse everything.
 """
 
 import itertools
@@ -37,8 +37,8 @@ from assets.pipeline.pipeline import Services
 from tests.workflows import edits
 from tests.workflows.edits import (
     Edit,
+    Sandbox,
     SetFields,
-    World,
     code_version,
     config,
     data_lines,
@@ -48,7 +48,7 @@ from tests.workflows.edits import (
     template,
 )
 from tests.workflows.homes import latest
-from tests.workflows.in_process import PAIRS, Ground, run_in, services_in
+from tests.workflows.in_process import PAIRS, Baseline, run_in, services_in
 from training.contract.config.loss import Divergence, LossTerm
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
@@ -77,14 +77,14 @@ TUNED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
     with run_in(tmp_path_factory.mktemp("truth"), demo_maker, {"plain": PLAIN, "tuned": TUNED}) as made:
         yield made
 
 
 @dataclass(frozen=True)
 class Row:
-    """An edit, the letters of the thirteen assets, and the sequences scored; `recipe` is the one that is edited."""
+    """An edit, the letters of the thirteen assets, and the sequences scored; `recipe` is the edited recipe."""
 
     edit: Edit
     letters: str
@@ -92,18 +92,18 @@ class Row:
     recipe: str = "plain"
 
 
-def observe(ground: Ground, row: Row, world: World, services: Services) -> tuple[str, int]:
-    """The letters that status and run give for the world as it is now, and the sequences that were scored."""
-    loaded = load_recipe(world.folder)
-    said = {asset.asset: asset.state for asset in status(loaded.pipeline, services, ground.instance)}
-    report = materialize(loaded, services, ground.instance)
+def observe(baseline: Baseline, row: Row, sandbox: Sandbox, services: Services) -> tuple[str, int]:
+    """Return the letters of status and run in the current state, and the number of sequences scored."""
+    loaded = load_recipe(sandbox.folder)
+    said = {asset.asset: asset.state for asset in status(loaded.pipeline, services, baseline.instance)}
+    report = materialize(loaded, services, baseline.instance)
     failures = {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
     assert not failures and len(report.assets) == len(GRAPH), failures
-    before = ground.fingerprints[row.recipe]
+    before = baseline.fingerprints[row.recipe]
     letters = "".join(
         _letter(a.asset, said[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets
     )
-    shown = latest(ground.instance, loaded.pipeline.key("reference_logprobs")).metadata
+    shown = latest(baseline.instance, loaded.pipeline.key("reference_logprobs")).metadata
     return letters, int(shown["cache_misses"])
 
 
@@ -292,7 +292,7 @@ TABLE: dict[str, Row] = {
     "another tokenizers": Row(edits.software("tokenizers"), ".. c... .c .r rrr", 0),
     "another torch": Row(edits.software("torch"), ".. .... .. .c rrr", 0),
     "another device": Row(edits.another_device, ".. .... .. .c rrr", 0),
-    # Where it is run
+    # The place and process of the run
     "another folder": Row(edits.another_folder, NOTHING),
     "another home": Row(edits.another_home, NOTHING),
     "another user, clock and locale": Row(edits.another_process, NOTHING),
@@ -300,7 +300,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-# Fields that no line of the table sets by their name.
+# Fields that no line of the table sets by name.
 ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "data.sources.held_out": "a file held out",
@@ -329,7 +329,7 @@ def test_every_field_of_the_recipe_is_in_the_table() -> None:
 
 
 def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields that are no sections themselves, also of sections in lists or that may be absent."""
+    """Return the dotted names of all leaf fields, also of sections in lists and of optional sections."""
     for name, about in section.model_fields.items():
         inner = sections(about.annotation)
         for section_type in inner:
@@ -339,14 +339,14 @@ def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def sections(kind: Any) -> list[type[BaseModel]]:
-    """The sections a field may hold: one, one of several types, or none; alone or in a list."""
+    """Return the sections that a field may hold: one, one of several types, or none; alone or in a list."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind]
     return [section for part in get_args(kind) for section in sections(part)]
 
 
 def rows() -> Iterator[Any]:
-    """The names of all rows. Those that repeat the letters and the recipe of a row before them carry the marker `system`."""
+    """Return all rows. A row that repeats the letters and the recipe of an earlier row has the marker `system`."""
     seen: set[tuple[str, str]] = set()
     for name, row in TABLE.items():
         repeated = (row.letters, row.recipe) in seen
@@ -355,34 +355,34 @@ def rows() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", rows())
-def test_what_an_edit_recomputes(name: str, ground: Ground, tmp_path: Path) -> None:
+def test_what_an_edit_recomputes(name: str, baseline: Baseline, tmp_path: Path) -> None:
     row = TABLE[name]
-    folder = Path(shutil.copytree(ground.folders[row.recipe], tmp_path / row.recipe))
-    shutil.rmtree(ground.home / "names", ignore_errors=True)  # the copy stands for the recipe's own folder
+    folder = Path(shutil.copytree(baseline.folders[row.recipe], tmp_path / row.recipe))
+    shutil.rmtree(baseline.home / "names", ignore_errors=True)  # use the copy as the recipe's own folder
     try:
         with pytest.MonkeyPatch.context() as patch:
-            world = World(folder, ground.home, patch)
-            row.edit(world)
-            services = ground.services if world.home == ground.home else services_in(world.home)
-            letters, scored = observe(ground, row, world, services)
+            sandbox = Sandbox(folder, baseline.home, patch)
+            row.edit(sandbox)
+            services = baseline.services if sandbox.home == baseline.home else services_in(sandbox.home)
+            letters, scored = observe(baseline, row, sandbox, services)
         time.tzset()
         assert _in_groups(letters) == row.letters
         assert scored == (row.scored or 0)
         if letters != "." * len(GRAPH):
-            assert_the_way_back_is_free(ground, row.recipe)
+            assert_the_way_back_is_free(baseline, row.recipe)
     finally:
-        ground.restore(row.recipe)
+        baseline.restore(row.recipe)
 
 
-def assert_the_way_back_is_free(ground: Ground, recipe: str) -> None:
-    pipeline = load_recipe(ground.folders[recipe]).pipeline
-    found = expect_state(pipeline, ground.services)
-    assert {asset: outcome.fingerprint for asset, outcome in found.items()} == ground.fingerprints[recipe]
-    assert {asset.action for asset in plan(pipeline, ground.services, ground.instance)} == {"reuse"}
+def assert_the_way_back_is_free(baseline: Baseline, recipe: str) -> None:
+    pipeline = load_recipe(baseline.folders[recipe]).pipeline
+    found = expect_state(pipeline, baseline.services)
+    assert {asset: outcome.fingerprint for asset, outcome in found.items()} == baseline.fingerprints[recipe]
+    assert {asset.action for asset in plan(pipeline, baseline.services, baseline.instance)} == {"reuse"}
 
 
 def _in_groups(letters: str) -> str:
-    """The letters of the thirteen assets with a space between groups; as they are where one of them is an error."""
+    """Return the letters of the thirteen assets with a space between groups; unchanged if one of them is an error."""
     return (
         " ".join(letters[a:b] for a, b in itertools.pairwise((0, 2, 6, 8, 10, 13))) if len(letters) == 13 else letters
     )

@@ -1,7 +1,7 @@
-"""Other versions of the libraries: what they change is made again, with the reason, and what they do not change is used again.
+"""Other versions of libraries: changed results are recomputed, with the reason; unchanged results are reused.
 
-A stand-in for a changed library calls itself by another version and gives another result, as a release that mends a bug would.
-That versions which change nothing recompute nothing is in the truth table.
+A stand-in for a changed library has another version and gives another result, as a release with a bug fix would. The truth
+table covers versions that change nothing.
 """
 
 import shutil
@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from assets.pipeline.pipeline import Services
-from tests.workflows.edits import World, another_device, software
-from tests.workflows.in_process import PAIRS, Ground, run_in
+from tests.workflows.edits import Sandbox, another_device, software
+from tests.workflows.in_process import PAIRS, Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.protocol.events import Event
 from workflows.commands.plan import plan
@@ -32,31 +32,31 @@ BELOW = ("policy", "evaluation", "released_model")
 
 
 @pytest.fixture
-def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
     with run_in(tmp_path_factory.mktemp("upgraded"), demo_maker, {"plain": FEW}) as made:
         yield made
 
 
 @pytest.fixture
-def world(ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    shutil.rmtree(ground.home / "names", ignore_errors=True)
-    return World(Path(shutil.copytree(ground.folders["plain"], tmp_path / "plain")), ground.home, monkeypatch)
+def sandbox(baseline: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    shutil.rmtree(baseline.home / "names", ignore_errors=True)
+    return Sandbox(Path(shutil.copytree(baseline.folders["plain"], tmp_path / "plain")), baseline.home, monkeypatch)
 
 
-def run(ground: Ground, world: World) -> tuple[dict[str, tuple[str, bool]], str]:
-    """For each asset its outcome, and whether it is another artifact than before; and all notes of the jobs."""
+def run(baseline: Baseline, sandbox: Sandbox) -> tuple[dict[str, tuple[str, bool]], str]:
+    """Run the recipe. Return the outcome of each asset and whether its artifact is another one, and all notes of the jobs."""
     heard: list[Event] = []
-    services: Services = replace(ground.services, listener=heard.append)
-    report = materialize(load_recipe(world.folder), services, ground.instance)
+    services: Services = replace(baseline.services, listener=heard.append)
+    report = materialize(load_recipe(sandbox.folder), services, baseline.instance)
     assert report.succeeded, report
-    before = ground.fingerprints["plain"]
+    before = baseline.fingerprints["plain"]
     outcomes = {asset.asset: (str(asset.outcome), asset.fingerprint != before[asset.asset]) for asset in report.assets}
     return outcomes, "\n".join(event["text"] for event in heard if event["event"] == "note")
 
 
-def other_ids(world: World, word: str) -> None:
-    """A tokenizer of a new release: the last token of `word` is another than it was."""
-    words = PreTrainedTokenizerFast.from_pretrained(world.base)
+def other_ids(sandbox: Sandbox, word: str) -> None:
+    """Give a tokenizer of a new release: the last token of `word` has another id."""
+    words = PreTrainedTokenizerFast.from_pretrained(sandbox.base)
     old = words(word, add_special_tokens=False)["input_ids"][-1]
     new, call = words.convert_tokens_to_ids("Q"), PreTrainedTokenizerFast.__call__
 
@@ -68,13 +68,15 @@ def other_ids(world: World, word: str) -> None:
             found[:] = [new if id_ == old else id_ for id_ in found]
         return encoded
 
-    world.patch.setattr(PreTrainedTokenizerFast, "__call__", changed)
-    software("tokenizers")(world)
+    sandbox.patch.setattr(PreTrainedTokenizerFast, "__call__", changed)
+    software("tokenizers")(sandbox)
 
 
-def test_upgrade_that_gives_other_tokens_tokenizes_again_and_trains_on_them(ground: Ground, world: World) -> None:
-    other_ids(world, " capital")
-    outcomes, notes = run(ground, world)
+def test_upgrade_that_gives_other_tokens_tokenizes_again_and_trains_on_them(
+    baseline: Baseline, sandbox: Sandbox
+) -> None:
+    other_ids(sandbox, " capital")
+    outcomes, notes = run(baseline, sandbox)
     assert "give other tokens than" in notes and "all pairs are tokenized again" in notes
     assert "the chosen response of row 16 (preferences.jsonl, line 17)" in notes  # the first pair of a capital
     changed = ("tokenized_pairs", "reference_logprobs", *BELOW)
@@ -82,56 +84,56 @@ def test_upgrade_that_gives_other_tokens_tokenizes_again_and_trains_on_them(grou
     assert outcomes["tokenization_spec"] == ("computed", False)
 
 
-def test_upgrade_that_gives_other_log_probs_scores_and_trains_again(ground: Ground, world: World) -> None:
+def test_upgrade_that_gives_other_log_probs_scores_and_trains_again(baseline: Baseline, sandbox: Sandbox) -> None:
     forward = LlamaRMSNorm.forward
-    world.patch.setattr(LlamaRMSNorm, "forward", lambda self, states: 1.02 * forward(self, states))
-    software("torch")(world)
-    outcomes, notes = run(ground, world)
+    sandbox.patch.setattr(LlamaRMSNorm, "forward", lambda self, states: 1.02 * forward(self, states))
+    software("torch")(sandbox)
+    outcomes, notes = run(baseline, sandbox)
     assert "give other log-probs than those it was made with" in notes and "Its sequences are scored again" in notes
     changed = ("reference_logprobs", *BELOW)
     assert {name: outcomes[name] for name in changed} == dict.fromkeys(changed, ("computed", True))
     assert outcomes["tokenized_pairs"] == ("reused", False)
-    assert len(list((ground.home / "store" / "corrupt" / "memo").iterdir())) == 1
+    assert len(list((baseline.home / "store" / "corrupt" / "memo").iterdir())) == 1
 
 
-def test_status_and_plan_after_an_upgrade_name_the_versions(ground: Ground, world: World) -> None:
-    another_device(world)
-    pipeline = load_recipe(world.folder).pipeline
-    states = {asset.asset: asset for asset in status(pipeline, ground.services, ground.instance)}
+def test_status_and_plan_after_an_upgrade_name_the_versions(baseline: Baseline, sandbox: Sandbox) -> None:
+    another_device(sandbox)
+    pipeline = load_recipe(sandbox.folder).pipeline
+    states = {asset.asset: asset for asset in status(pipeline, baseline.services, baseline.instance)}
     assert states["tokenized_pairs"].state == "fresh"
     words = "device cpu -> NVIDIA H100 80GB HBM3"
     assert states["reference_logprobs"].causes == (words,)
     assert all(states[name].causes == (f"reference_logprobs: {words}",) for name in BELOW)
-    planned = {asset.asset: asset for asset in plan(pipeline, ground.services, ground.instance)}
+    planned = {asset.asset: asset for asset in plan(pipeline, baseline.services, baseline.instance)}
     table = planned["reference_logprobs"]
     assert (table.action, table.work) == ("compute", {"sequences": 2 * PAIRS, "missing": 0, "compared": 2 * PAIRS})
     assert {planned[name].action for name in BELOW} == {"reuse"}
-    outcomes, notes = run(ground, world)
+    outcomes, notes = run(baseline, sandbox)
     assert (
         f"{2 * PAIRS} sequences that other versions of the libraries, or another device, scored have the same" in notes
     )
     assert outcomes["reference_logprobs"] == ("computed", False)
     assert {outcomes[name] for name in BELOW} == {("reused", False)}
-    assert {asset.state for asset in status(pipeline, ground.services, ground.instance)} == {"fresh"}
-    _, notes = run(ground, world)
+    assert {asset.state for asset in status(pipeline, baseline.services, baseline.instance)} == {"fresh"}
+    _, notes = run(baseline, sandbox)
     assert "sequences that other versions" not in notes, "once for each artifact"
 
 
 def test_home_in_which_no_versions_were_recorded_is_compared_once_and_trains_nothing(
-    ground: Ground, world: World
+    baseline: Baseline, sandbox: Sandbox
 ) -> None:
-    """As it was made before versions counted: of the tokens and log-probs only the records without them are there."""
-    store = ground.services.store
+    """A home from before versions counted: it has only those records of tokens and log-probs that lack versions."""
+    store = baseline.services.store
     for kind in ("tokenized_pairs", "reference_logprobs"):
         for file in (store.root / "keys" / kind).iterdir():
             record = store.record(kind, file.stem)
             if record is not None and "software" in record.derivation.settings:
                 file.unlink()
-    pipeline = load_recipe(world.folder).pipeline
-    planned = {asset.asset: asset for asset in plan(pipeline, ground.services, ground.instance)}
+    pipeline = load_recipe(sandbox.folder).pipeline
+    planned = {asset.asset: asset for asset in plan(pipeline, baseline.services, baseline.instance)}
     assert planned["tokenized_pairs"].action == "reuse", "the plan has compared them"
     assert {planned[name].action for name in BELOW} == {"reuse"}
-    outcomes, notes = run(ground, world)
+    outcomes, notes = run(baseline, sandbox)
     assert {outcomes[name] for name in BELOW} == {("reused", False)}
     assert outcomes["reference_logprobs"] == ("computed", False)
     assert "to score" in notes and f"{2 * PAIRS} known, 0 to score" in notes
