@@ -1,6 +1,6 @@
-"""The five assets that look at the outside world, sources and specs: what each would be if it were materialized now.
+"""The current state of sources and specs: the result of materializing each of them now.
 
-Their bodies, `pedigree status` and `pedigree plan` all ask here, so that they agree on what they see.
+Their bodies, `pedigree status` and `pedigree plan` share this module, so that they agree.
 """
 
 from collections import Counter
@@ -35,12 +35,10 @@ ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 @dataclass(frozen=True)
 class ResolvedInput:
-    """How a source or a spec would be made now, and what it would be.
+    """The derivation and the result of materializing a source or a spec now.
 
-    This class itself is for what follows from the recipe alone, and for a pointer to the base model.
-
-    `fingerprint` is None where only a job or a download can tell; `files` holds the JSON files of the artifact by name,
-    unless a job writes them.
+    This base class is for specs that follow from the recipe alone, and for a pointer to the base model. `fingerprint`: None if
+    it takes a job or a download to know it. `files`: the artifact's JSON files by name, unless a job writes them.
     """
 
     derivation: Derivation
@@ -52,13 +50,13 @@ class ResolvedInput:
         return self.derivation.kind
 
     def details(self) -> dict[str, Any]:
-        """The details of its artifact, found when it is recorded for the first time."""
+        """Return the details of its artifact. They are computed only when the artifact is published."""
         return {}
 
 
 @dataclass(frozen=True)
 class ResolvedData(ResolvedInput):
-    """`sources`: in the order of the recipe."""
+    """The preference sources, in the order of the recipe."""
 
     sources: list[LocatedSource]
 
@@ -68,17 +66,17 @@ class ResolvedData(ResolvedInput):
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The local files of all sources, by the names that `named_files` gives them."""
+        """The local files of all sources, by their names in `named_files`."""
         paths = [file.path for source in self.sources for file in source.files]
         return dict(zip(named_files(self.identity), paths, strict=True))
 
     @property
     def hubs(self) -> list[dict[str, Any]]:
-        """The sources that are data sets of the hub."""
+        """The settings of the sources that are data sets of the hub."""
         return [source.settings for source in self.sources if source.settings["hub"]]
 
     def count_rows(self) -> dict[str, int | None]:
-        """The rows of every file by name, and of every hub data set, whose rows are unknown until a job reads it."""
+        """Return the row count of every file by name; None for a hub data set, unknown until a job reads it."""
         files = {name: count_rows(path) for name, path in self.paths.items()}
         return files | {f"{source['hub']} ({source['split']}) {n}": None for n, source in enumerate(self.hubs, 1)}
 
@@ -89,12 +87,12 @@ class ResolvedData(ResolvedInput):
 
 @dataclass(frozen=True)
 class ResolvedModel(ResolvedInput):
-    """`located` is None where the model has to be downloaded first."""
+    """The base model. `located` is None if it must be downloaded first."""
 
     located: LocatedModel | None
 
     def details(self) -> dict[str, Any]:
-        """Raises HubError where a download is not what the hub promised."""
+        """Return its sizes. Raise HubError if a download differs from the hub's hashes."""
         assert self.located is not None
         if self.located.commit is not None:
             check_files([*weight_files(self.located.folder), self.located.folder / "config.json"])
@@ -104,23 +102,23 @@ class ResolvedModel(ResolvedInput):
 
 @dataclass(frozen=True)
 class ResolvedTokenizer(ResolvedInput):
-    """What a tokenization spec is made from; a job makes it."""
+    """The input of a tokenization spec; a job makes the spec."""
 
     located: LocatedTokenizer
 
 
 @dataclass(frozen=True)
 class ResolvedRelease(ResolvedInput):
-    """What a release spec is made from; a job makes it. `shipping` is None if the base model has to be downloaded first."""
+    """The input of a release spec; a job makes the spec. `shipping` is None if the base model must be downloaded first."""
 
     tokenizer: LocatedTokenizer
     shipping: LocatedShippedFiles | None
 
 
 def resolve_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> ResolvedInput:
-    """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
+    """Resolve `asset`, one of `ROOTS`. Raise DataError, HubError, ModelError or RegistryError.
 
-    With a `cache`, files in it are not read again, and no model of the hub is downloaded.
+    With a `cache`, files in it are not read again, and no model is downloaded from the hub.
     """
     match asset:
         case "preference_source":
@@ -141,18 +139,21 @@ def resolve_root(pipeline: Pipeline, services: Services, asset: str, cache: Hash
 
 
 def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> ResolvedData:
-    """The preference sources. File names give the order and, by their extensions, how they are read, and nothing else.
+    """Resolve the preference sources.
 
-    So a moved file, or one with another name, is the same data.
+    File names matter only for the order and, by their extensions, for the file format. So moved or renamed files are the same
+    data.
     """
     sources = locate_sources(pipeline, cache)
     identity = [source.identity for source in sources]
     contents = [
-        [[file["sha256"], data_format(PurePath(file["name"]))] for file in each] if isinstance(each, list) else each
-        for each in identity
+        [[file["sha256"], data_format(PurePath(file["name"]))] for file in source]
+        if isinstance(source, list)
+        else source
+        for source in identity
     ]
-    how = derive("preference_source", {}, {"sources": identity})
-    return ResolvedData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
+    derivation = derive("preference_source", {}, {"sources": identity})
+    return ResolvedData(derivation, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
 
 
 def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedModel:
@@ -163,8 +164,8 @@ def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None =
         located = peek_base_model(pipeline, services.registry, cache)
     if isinstance(located, RemoteModel):
         return ResolvedModel(derive("base_model", {}, asdict(located)), None, {}, None)
-    how = derive("base_model", {}, located.identity)
-    return ResolvedModel(how, located.fingerprint, {"identity.json": located.identity}, located)
+    derivation = derive("base_model", {}, located.identity)
+    return ResolvedModel(derivation, located.fingerprint, {"identity.json": located.identity}, located)
 
 
 def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedTokenizer:
@@ -183,7 +184,7 @@ def find_release(pipeline: Pipeline, services: Services, cache: HashCache | None
 
 
 def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | None) -> ResolvedInput:
-    """The fields of the recipe, and at which tokens the base model's files say that the released model stops."""
+    """Resolve the evaluation spec: fields of the recipe, and the stop tokens from the base model's files."""
     fields = GRAPH["evaluation_spec"].reads(pipeline.recipe)
     shipping = locate_shipping(pipeline, services.registry, cache)
     if isinstance(shipping, RemoteModel):
@@ -195,13 +196,13 @@ def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | 
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
-    """The files of all sources by name; of several with one name, each further one gets a number."""
-    named: dict[str, dict[str, Any]] = {}
-    repeated: Counter[str] = Counter()  # kept, since a glob may find thousands of files of one name
+    """Return the files of all sources by name. Repeated names get a number."""
+    files: dict[str, dict[str, Any]] = {}
+    repeated: Counter[str] = Counter()  # avoids counting from 1 each time: a glob may match thousands of equal names
     for entry in (entry for source in identity if isinstance(source, list) for entry in source):
-        name = own = entry["name"]
-        while name in named:
-            repeated[own] += 1
-            name = f"{own} ({repeated[own] + 1})"
-        named[name] = entry
-    return named
+        name = file_name = entry["name"]
+        while name in files:
+            repeated[file_name] += 1
+            name = f"{file_name} ({repeated[file_name] + 1})"
+        files[name] = entry
+    return files

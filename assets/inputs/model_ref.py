@@ -1,4 +1,4 @@
-"""A model or a tokenizer that a field of the recipe names: a local folder, a registry address, or a hub id."""
+"""A reference to a model or tokenizer in the recipe: a local folder, a registry address, or a hub id."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from training.contract.system.progress import Emit
 
 @dataclass(frozen=True)
 class ModelRef:
-    """`field` is that of the recipe which names it. Every method raises ModelError or RegistryError."""
+    """A reference to a model or tokenizer in `field` of the recipe. Its methods raise ModelError or RegistryError."""
 
     field: str
     address: str
@@ -35,9 +35,10 @@ class ModelRef:
         if self.is_registered:
             return registry.resolve(self.address)
         if not Path(self.address).is_dir():
-            absent = "is no folder" if Path(self.address).exists() else "does not exist"
+            problem = "is not a folder" if Path(self.address).exists() else "does not exist"
             raise ModelError(
-                f"{self.address} {absent}; expected a folder beside the recipe, a hub id or models:/name@alias"
+                f"{self.address} {problem}; expected a folder beside the recipe, a hub id or models:/name@alias",
+                "no-model-folder",
             )
         return Path(self.address)
 
@@ -45,20 +46,21 @@ class ModelRef:
         try:
             return self.repository.commit()
         except HubError as error:
-            raise self._neither(error) from error
+            raise self._not_found(error) from error
 
-    def downloaded(
+    def download(
         self, patterns: Sequence[str], ignored: Sequence[str] = (), emit: Emit | None = None
     ) -> tuple[str, Path]:
-        """The commit, and the folder with its files."""
+        """Download the files that match. Return the commit and the folder."""
         commit = self.commit()
         try:
             return commit, self.repository.fetch(commit, patterns, ignored, emit)
         except HubError as error:
-            raise self._neither(error) from error
+            raise self._not_found(error) from error
 
-    def _neither(self, error: HubError) -> ModelError:
-        return ModelError(f"it is neither a folder beside the recipe nor a model that the hub gives: {error}")
+    def _not_found(self, error: HubError) -> ModelError:
+        """Return the error for a missing folder and an unusable hub id. It keeps the code of the hub's error."""
+        return ModelError(f"it is neither a folder beside the recipe nor an available model of the hub: {error}")
 
 
 def base_model_of(recipe: Recipe) -> ModelRef:
@@ -66,7 +68,7 @@ def base_model_of(recipe: Recipe) -> ModelRef:
 
 
 def tokenizer_of(recipe: Recipe) -> ModelRef:
-    """The base model's, unless the recipe names another."""
+    """Return the reference to the tokenizer: the base model's, unless the recipe names another."""
     settings = recipe.tokenization
     if settings.tokenizer is None:
         return base_model_of(recipe)

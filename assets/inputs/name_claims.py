@@ -1,9 +1,8 @@
-"""Which recipe a name belongs to in a home: asset keys begin with the name, so two recipes of one name are one pipeline.
+"""Owners of recipe names in a home. Asset keys begin with the name, so two recipes with one name are one pipeline.
 
-That is right for a recipe that moved, for a copy, and for the checkout of another release: they are versions of one thing,
-whose status says what changed. It is wrong for two recipes that release different models. So whoever materializes an asset,
-the command or Dagster's web server, notes folder and model under the name, and another folder of that name with another model
-is refused as long as the first is there.
+That is right for a moved recipe, a copy, or a checkout of another release: they are versions of one recipe. It is wrong for two
+recipes with different models. So every run that materializes an asset records folder and model under the name. A recipe with
+the same name in another folder and with another model is an error while the first recipe exists.
 """
 
 import json
@@ -27,7 +26,7 @@ class _Owner:
 
     @classmethod
     def read(cls, note: Path) -> Self | None:
-        """Who owns a name; None where nobody does, or the note cannot be read: it is written again."""
+        """Return the owner in the file `note`; None if it is missing or unreadable. Then it is written again."""
         try:
             return cls(**json.loads(note.read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -35,27 +34,28 @@ class _Owner:
 
 
 def check_name_is_free(home: Path, pipeline: Pipeline) -> None:
-    """Raises UsageError where the name of the pipeline is that of a recipe in another folder, for another model."""
-    note, mine = _note(home, pipeline), _Owner.of(pipeline)
-    first = _Owner.read(note)
-    if first is None or first.folder == mine.folder or first.model_name == mine.model_name:
+    """Raise UsageError if the pipeline's name belongs to a recipe in another folder, with another model."""
+    note, claimant = _note_path(home, pipeline), _Owner.of(pipeline)
+    owner = _Owner.read(note)
+    if owner is None or owner.folder == claimant.folder or owner.model_name == claimant.model_name:
         return
-    if (Path(first.folder) / pipeline.file.name).is_file():
-        which = "this folder" if pipeline.variant is None else f"the variant {pipeline.variant} of this recipe"
+    if (Path(owner.folder) / pipeline.file.name).is_file():
+        renamed = "this folder" if pipeline.variant is None else f"the variant {pipeline.variant} of this recipe"
         raise UsageError(
-            f"in {home} the name {pipeline.name} is that of the recipe in {first.folder}, which releases the model "
-            f"{first.model_name}, and the one in {mine.folder} releases {mine.model_name}: rename {which}, set another "
-            f"PEDIGREE_HOME, or remove {note} if this recipe is to take over the other's assets"
+            f"in {home} the name {pipeline.name} belongs to the recipe in {owner.folder} for the model {owner.model_name}, but "
+            f"the recipe in {claimant.folder} releases {claimant.model_name}: rename {renamed}, set another PEDIGREE_HOME, or "
+            f"remove {note} if this recipe shall take over the other's assets",
+            "name-taken",
         )
 
 
 def claim_name(home: Path, pipeline: Pipeline) -> None:
-    """Note that the name is this recipe's. Raises UsageError as `check_name_is_free` does."""
+    """Record this recipe as the owner of its name. Raise UsageError as `check_name_is_free` does."""
     check_name_is_free(home, pipeline)
-    note, mine = _note(home, pipeline), _Owner.of(pipeline)
-    if _Owner.read(note) != mine:
-        write_durably(note, json.dumps(vars(mine), ensure_ascii=False).encode())
+    note, claimant = _note_path(home, pipeline), _Owner.of(pipeline)
+    if _Owner.read(note) != claimant:
+        write_durably(note, json.dumps(vars(claimant), ensure_ascii=False).encode())
 
 
-def _note(home: Path, pipeline: Pipeline) -> Path:
+def _note_path(home: Path, pipeline: Pipeline) -> Path:
     return home / "names" / f"{pipeline.name}.json"

@@ -1,7 +1,7 @@
-"""Where a recipe's file says what an error is about, so that whoever reads the error can go to that line.
+"""Locations of recipe fields: prefix errors with the `file:line: field: value` of the field that caused them.
 
-A valid recipe can still name a folder that is not there, an alias nobody set, a column that no row has. The code that finds
-this does not know of recipes; here its message gets file, line, field and value, as the person wrote them.
+A valid recipe can still name a missing folder, a missing alias or a column without rows. The code that raises the error does
+not know about recipes, so the location is added here.
 """
 
 import errno
@@ -16,101 +16,103 @@ from assets.inputs.model_ref import tokenizer_of
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import PedigreeError, RegistryUnavailable, UsageError
 
-_OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG)  # what the operating system has against a path that a field gives
-_FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or with a value behind it
+_PATH_ERRORS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of the operating system caused by a path in a field
+_FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or followed by a value
 
 
 @contextmanager
-def written(pipeline: Pipeline, field: str) -> Iterator[None]:
-    """Begins each error within by the place of `field`, unless that is not to blame: a server is away, or a disk is full."""
+def locate_errors(pipeline: Pipeline, field: str) -> Iterator[None]:
+    """Prefix errors of the block with the location of `field`, unless a server is unavailable or a disk is full."""
     try:
         yield
     except RegistryUnavailable:
         raise
     except PedigreeError as error:
-        raise type(error)(f"{_place(pipeline, field)}: {error}") from error
+        raise type(error)(f"{_locate(pipeline, field)}: {error}") from error
     except OSError as error:
-        if error.errno not in _OF_A_PATH:
+        if error.errno not in _PATH_ERRORS:
             raise
-        raise UsageError(f"{_place(pipeline, field)}: {error.filename} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"{_locate(pipeline, field)}: {error.filename} cannot be read: {error.strerror}", "unreadable-path"
+        ) from error
 
 
 @contextmanager
 def written_where_named(pipeline: Pipeline) -> Iterator[None]:
-    """Begins each error within that begins with a field, in backticks, by the place where the file says that.
+    """If an error of the block begins with a field in backticks, prefix it with the location of the field.
 
-    Fields that are named further behind may be what to do about it, and not to blame.
+    Fields later in the message may be part of the advice, not the cause.
     """
     try:
         yield
     except PedigreeError as error:
-        begun = _FIELD.match(str(error))
-        place = None if begun is None else _found(pipeline, begun[1])
-        if place is None:
+        field = _FIELD.match(str(error))
+        location = None if field is None else _find_location(pipeline, field[1])
+        if location is None:
             raise
-        raise type(error)(f"{place}: {error}") from error
+        raise type(error)(f"{location}: {error}") from error
 
 
 def place_of_named(file: Path, message: str, sections: Sequence[str]) -> str | None:
-    """`file:line: field` of the first field that `message` names and one of `sections` has; None without one."""
-    for named in _FIELD.findall(message):
+    """Return `file:line: field` of the first field in `message` that exists in one of `sections`; else None."""
+    for field in _FIELD.findall(message):
         for section in sections:
-            name = f"{section}.{named}".removeprefix(".")
-            if (found := _find(file, name.split("."))) is not None:
-                return f"{file}:{found[0]}: {name}"
+            name = f"{section}.{field}".removeprefix(".")
+            if (line_and_node := _find_field(file, name.split("."))) is not None:
+                return f"{file}:{line_and_node[0]}: {name}"
     return None
 
 
-def _place(pipeline: Pipeline, field: str) -> str:
-    """`file:line: field: value`. The line is left out where the file cannot be read any more, or does not say the field."""
-    return _found(pipeline, field) or f"{pipeline.file}: {field}"
+def _locate(pipeline: Pipeline, field: str) -> str:
+    """Return `file:line: field: value`, or `file: field` if the file is unreadable or lacks the field."""
+    return _find_location(pipeline, field) or f"{pipeline.file}: {field}"
 
 
-def _found(pipeline: Pipeline, field: str) -> str | None:
-    own = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
-    for name in (*own, field):
-        if (found := _find(pipeline.file, name.split("."))) is not None:
-            line, node = found
+def _find_location(pipeline: Pipeline, field: str) -> str | None:
+    variant_fields = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
+    for name in (*variant_fields, field):
+        if (line_and_node := _find_field(pipeline.file, name.split("."))) is not None:
+            line, node = line_and_node
             value = f": {node.value}" if isinstance(node, yaml.ScalarNode) else ""
             return f"{pipeline.file}:{line}: {name}{value}"
     return None
 
 
 def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
-    """The places of the fields that chose the tokenizer and the chat template, which another field may have brought along."""
+    """Return the locations of the fields that determine the tokenizer and the chat template."""
     tokenizer = tokenizer_of(pipeline.recipe).field
     template = tokenizer if pipeline.recipe.tokenization.chat_template is None else "tokenization.chat_template"
-    return {"tokenizer": _place(pipeline, tokenizer), "chat_template": _place(pipeline, template)}
+    return {"tokenizer": _locate(pipeline, tokenizer), "chat_template": _locate(pipeline, template)}
 
 
-def _find(file: Path, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
-    """The line of a field, and what it holds."""
+def _find_field(file: Path, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
+    """Return the line of a field and its value; None if the file cannot be read or lacks it."""
     try:
         document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return _below(document, ("attributes", *path))
+    return _descend(document, ("attributes", *path))
 
 
-def _below(node: yaml.Node | None, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
-    """In a list, an item's line is that where it begins; in a section, that of the field's name."""
-    begins = node
+def _descend(node: yaml.Node | None, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
+    """Return line and node at `path` below `node`: the first line of a list's item, or the line of a field's name."""
+    start = node
     for name in path:
         if isinstance(node, yaml.MappingNode):
-            begins, node = next(((key, value) for key, value in _fields(node) if key.value == name), (None, None))
+            start, node = next(((key, value) for key, value in _list_fields(node) if key.value == name), (None, None))
         elif isinstance(node, yaml.SequenceNode) and name.isdigit():
-            begins = node = next(iter(node.value[int(name) :]), None)
+            start = node = next(iter(node.value[int(name) :]), None)
         else:
             return None
-    return None if begins is None or node is None else (begins.start_mark.line + 1, node)
+    return None if start is None or node is None else (start.start_mark.line + 1, node)
 
 
-def _fields(section: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """Those that a section has itself come before those of the sections that it merges (`<<`)."""
+def _list_fields(section: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """Yield a section's own fields, then the fields of merged sections (`<<`)."""
     yield from section.value
     for key, merged in section.value:
         if key.value == "<<":
             sections = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
-            for each in sections:
-                if isinstance(each, yaml.MappingNode):
-                    yield from _fields(each)
+            for merged_section in sections:
+                if isinstance(merged_section, yaml.MappingNode):
+                    yield from _list_fields(merged_section)

@@ -1,11 +1,11 @@
-"""Where the files that a recipe names are now, and what identifies them: files are hashed, hub ids resolved to a commit.
+"""Location and identity of a recipe's files: files are hashed, and hub ids are resolved to a commit.
 
-`pedigree status` and the like give a cache of hashes, so that unchanged files are not read again. An asset's body, which
-records what it sees, gives none.
+`pedigree status` and similar commands pass a cache of hashes, so that unchanged files are not read again. An asset's body
+passes no cache, because it records the identity.
 
-A data set of the hub is identified by the hashes of its data files there and by the configs in its card, so a commit that
-only changes the card's text is no change. A model is identified by its weights wherever they lie, so a model of the hub has
-to be downloaded; `peek_base_model` does without.
+A data set of the hub is identified by the hub's hashes of its data files and by the configs in its card. A change of the card's
+text alone does not count. A model is identified by its weights, so a model of the hub must be downloaded; `peek_base_model`
+does not download.
 """
 
 import json
@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from assets.inputs.model_ref import ModelRef, base_model_of, tokenizer_of
-from assets.inputs.recipe_location import written
+from assets.inputs.recipe_location import locate_errors
 from assets.pipeline.pipeline import Pipeline
 from model_registry.model_version import Version
 from model_registry.registry import Registry
 from training.contract.config.data_source import DataSource
 from training.contract.config.recipe import Recipe
-from training.contract.errors import DataError, ModelError
+from training.contract.errors import DataError, ModelError, without_code
 from training.contract.files.hub import CARD, CARD_FILES, Repository
 from training.contract.files.local_files import DataFile, data_files, is_readable
 from training.contract.identity.fingerprint import short
@@ -46,7 +46,7 @@ _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model of the hub that is not on this machine: only its id and commit are known."""
+    """A model of the hub, not downloaded yet: only its id and commit are known."""
 
     hub: str
     commit: str
@@ -54,9 +54,9 @@ class RemoteModel:
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """A model folder on this machine. `identity`: its config's fields and the sha256 of its tensors.
+    """A model folder on this machine.
 
-    `commit`: that of a model of the hub, else None.
+    `identity`: its config's fields and the sha256 of its tensors. `commit`: the commit on the hub, or None.
     """
 
     folder: Path
@@ -70,9 +70,9 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class LocatedTokenizer:
-    """A tokenizer folder of this machine and the recipe's template file.
+    """A tokenizer folder on this machine and the recipe's template file.
 
-    `identity`: the sha256 of each of its `files` and of the `chat_template`, and the fields of a `config` that pick its class.
+    `identity`: the sha256 of its `files` and of the `chat_template`, and the fields of its `config` that select its class.
     """
 
     folder: Path
@@ -82,9 +82,10 @@ class LocatedTokenizer:
 
 @dataclass(frozen=True)
 class LocatedSource:
-    """A preference source, ready to be read. `settings`: its fields in the recipe, `revision` resolved to a commit.
+    """A preference source, ready to be read.
 
-    `identity`: name, size and sha256 of each file; of a hub data set, the hub's own hashes. `files`: the local files.
+    `settings`: its fields in the recipe, with `revision` resolved to a commit. `identity`: name, size and sha256 of each file,
+    or the hub's hashes for a data set of the hub. `files`: the local files.
     """
 
     settings: dict[str, Any]
@@ -95,125 +96,128 @@ class LocatedSource:
 def locate_base_model(
     pipeline: Pipeline, registry: Registry, emit: Emit | None = None, weights: str | None = None
 ) -> LocatedModel:
-    """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors.
+    """Return the base model's folder and identity. Raise ModelError if it is missing or has no safetensors.
 
-    A model of the hub is downloaded; `emit` hears of it. Where an alias has moved away from the version with the fingerprint
-    `weights`, it is that version still.
+    Download a model of the hub, with progress to `emit`. With the fingerprint `weights`, return the registered version with
+    these weights, even if the alias has moved to another version.
     """
-    named = base_model_of(pipeline.recipe)
-    with written(pipeline, named.field):
-        if not named.is_of_hub:
-            return _local_model(named, registry, weights=weights)
-        commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
-        return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
+    ref = base_model_of(pipeline.recipe)
+    with locate_errors(pipeline, ref.field):
+        if not ref.is_of_hub:
+            return _local_model(ref, registry, weights=weights)
+        commit, folder = ref.download(_MODEL_FILES, _OTHER_WEIGHTS, emit)
+        return LocatedModel(folder, _identity_of_download(ref, commit, folder), commit)
 
 
 def peek_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | RemoteModel:
-    """The base model as far as this machine has it: nothing is downloaded from the hub, no file in the cache is read again.
+    """Return the base model without downloading from the hub or reading files in the cache again.
 
-    A registered model whose files are on a server is fetched, once.
+    A registered model on a server is fetched once.
     """
-    named = base_model_of(pipeline.recipe)
-    with written(pipeline, named.field):
-        if not named.is_of_hub:
-            return _local_model(named, registry, cache)
-        commit = named.commit()
-        found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
-        if found is None:
-            return RemoteModel(named.address, commit)
-        return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
+    ref = base_model_of(pipeline.recipe)
+    with locate_errors(pipeline, ref.field):
+        if not ref.is_of_hub:
+            return _local_model(ref, registry, cache)
+        commit = ref.commit()
+        folder = ref.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
+        if folder is None:
+            return RemoteModel(ref.address, commit)
+        return LocatedModel(folder, _identity_of_download(ref, commit, folder, cache), commit)
 
 
 def _local_model(
-    named: ModelRef, registry: Registry, cache: HashCache | None = None, weights: str | None = None
+    ref: ModelRef, registry: Registry, cache: HashCache | None = None, weights: str | None = None
 ) -> LocatedModel:
-    if named.is_registered:
-        return _released_model(registry.version_at(named.address), registry, cache, weights)
-    folder = named.local_folder(registry)
+    if ref.is_registered:
+        return _released_model(registry.version_at(ref.address), registry, cache, weights)
+    folder = ref.local_folder(registry)
     return LocatedModel(folder, weights_identity(folder, cache))
 
 
 def locate_champion(
     recipe: Recipe, registry: Registry, cache: HashCache | None = None, weights: str | None = None
 ) -> LocatedModel | None:
-    """The champion of the recipe's own model; None as long as there is none. Raises RegistryError, ModelError.
+    """Return the champion of the recipe's model, or None. Raise RegistryError or ModelError.
 
-    Where another version is champion by now, it is the one with the fingerprint `weights` still.
+    With the fingerprint `weights`, return the version with these weights, even if another one has become champion.
     """
     champion = registry.champion(recipe.release.model_name)
     return None if champion is None else _released_model(champion, registry, cache, weights)
 
 
 def _released_model(version: Version, registry: Registry, cache: HashCache | None, weights: str | None) -> LocatedModel:
-    """The files of `version`, or of another version of that name which was released with `weights`.
+    """Return the files of `version`, or of the version of the same model with `weights`.
 
-    What was begun goes on with the version it was begun with: another recipe's promotion, hours later, would throw it away.
-    A download that has rotted is fetched again. Raises ModelError where the files are not what was released.
+    Work in progress continues with its first version: another recipe's promotion, hours later, must not discard it. A corrupt
+    download is fetched again. Raise ModelError if the files differ from the released ones.
     """
     if weights not in (None, version.weights):
         version = registry.find_released(version.name, weights) or version
-    located = _files_of(version, registry, cache)
+    located = _locate_version(version, registry, cache)
     if version.weights not in (None, located.fingerprint) and registry.remove_download(version.download_name):
-        located = _files_of(version, registry, cache)
+        located = _locate_version(version, registry, cache)
     if version.weights not in (None, located.fingerprint):
         raise ModelError(
-            f"version {version.number} of {version.name} leads to {located.folder}, whose weights are "
-            f"{short(located.fingerprint)} where {short(version.weights)} were released: run the recipe that released it, "
-            "which puts them back, or let the alias point at another version"
+            f"the files of version {version.number} of {version.name} in {located.folder} have the weights "
+            f"{short(located.fingerprint)}, expected {short(version.weights)} as released: run the recipe that released the "
+            "version to restore them, or move the alias to another version",
+            "version-files-differ",
         )
     return located
 
 
-def _files_of(version: Version, registry: Registry, cache: HashCache | None) -> LocatedModel:
+def _locate_version(version: Version, registry: Registry, cache: HashCache | None) -> LocatedModel:
     folder = registry.folder(version)
     return LocatedModel(folder, weights_identity(folder, cache))
 
 
 def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
-    """The tokenizer's folder and the template file. Raises ModelError or DataError."""
+    """Return the tokenizer's folder and the template file. Raise ModelError or DataError."""
     folder = _tokenizer_folder(pipeline, registry)
     files = tokenizer_files(folder)
     template = pipeline.recipe.tokenization.chat_template
-    with written(pipeline, "tokenization.chat_template"):
+    with locate_errors(pipeline, "tokenization.chat_template"):
         if template is not None and not Path(template).is_file():
-            absent = "is no regular file" if Path(template).exists() else "does not exist"
-            raise DataError(f"{template} {absent}; expected a Jinja file beside the recipe, or null")
+            problem = "is not a regular file" if Path(template).exists() else "does not exist"
+            raise DataError(
+                f"{template} {problem}; expected a Jinja file beside the recipe, or null", "no-template-file"
+            )
     text = Path(template) if template else None
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
-    with written(pipeline, tokenizer_of(pipeline.recipe).field):
+    with locate_errors(pipeline, tokenizer_of(pipeline.recipe).field):
         config = class_fields(folder)
     identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None, "config": config}
     return LocatedTokenizer(folder, text, identity)
 
 
 def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
-    named = tokenizer_of(pipeline.recipe)
-    with written(pipeline, named.field):
-        if named.is_of_hub:
-            _, folder = named.downloaded((*TOKENIZER_FILES, CONFIG))
+    ref = tokenizer_of(pipeline.recipe)
+    with locate_errors(pipeline, ref.field):
+        if ref.is_of_hub:
+            _, folder = ref.download((*TOKENIZER_FILES, CONFIG))
         else:
-            folder = named.local_folder(registry)
+            folder = ref.local_folder(registry)
         if not holds_tokenizer(folder):
-            is_own = pipeline.recipe.tokenization.tokenizer is not None
-            wanted = "name a tokenizer that has it" if is_own else "name one in `tokenization.tokenizer`"
-            raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {wanted}")
+            has_field = pipeline.recipe.tokenization.tokenizer is not None
+            remedy = "name another tokenizer" if has_field else "name one in `tokenization.tokenizer`"
+            raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {remedy}", "no-tokenizer")
     return folder
 
 
 def locate_sources(pipeline: Pipeline, cache: HashCache | None = None) -> list[LocatedSource]:
-    """The preference sources. Raises DataError for a path without files, HubError for a data set that cannot be reached."""
+    """Return the preference sources. Raise DataError for a path without files, HubError for an unavailable data set."""
     located = []
     for n, source in enumerate(pipeline.recipe.data.sources):
-        with written(pipeline, f"data.sources.{n}.{'hub' if source.hub else 'path'}"):
-            located.append(_located_source(source, cache))
+        with locate_errors(pipeline, f"data.sources.{n}.{'hub' if source.hub else 'path'}"):
+            located.append(_locate_source(source, cache))
     return located
 
 
-def _located_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
+def _locate_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
     settings = source.model_dump(mode="json")
     if source.path is not None:
-        found = data_files(source.path)
-        hashes = zip(found, file_hashes([file.path for file in found], cache), strict=True)
+        matches = data_files(source.path)
+        hashes = zip(matches, file_hashes([file.path for file in matches], cache), strict=True)
         files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
         identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
         return LocatedSource(settings, identity, files)
@@ -223,19 +227,19 @@ def _located_source(source: DataSource, cache: HashCache | None) -> LocatedSourc
 
 
 def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict[str, Any]]:
-    """The commit, and what of it decides which rows are read: data files by their hash, and how they are divided."""
+    """Return the commit and the identity of its rows: hashes of the data files, and the configs that divide them."""
     commit = repository.commit()
-    listed = repository.files(commit)
-    counting = {name: blob for name, blob in listed.items() if is_readable(PurePath(name)) or name in CARD_FILES[1:]}
-    card = (repository.fetch(commit, [CARD]) / CARD).read_text("utf-8-sig", errors="replace") if CARD in listed else ""
-    chosen = {"hub": source.hub, "config": source.config, "split": source.split}
-    return commit, {**chosen, "configs": _configs(card), "files": counting}
+    files = repository.files(commit)
+    data = {name: blob for name, blob in files.items() if is_readable(PurePath(name)) or name in CARD_FILES[1:]}
+    card = (repository.fetch(commit, [CARD]) / CARD).read_text("utf-8-sig", errors="replace") if CARD in files else ""
+    fields = {"hub": source.hub, "config": source.config, "split": source.split}
+    return commit, {**fields, "configs": _read_configs(card), "files": data}
 
 
-def _configs(card: str) -> Any:
-    """What the card says of configs and splits, in the YAML before its text; that YAML as it is where it cannot be read.
+def _read_configs(card: str) -> Any:
+    """Return the configs and splits from the YAML header of the card, or the header's text if it cannot be parsed.
 
-    Or where it has aliases: with them, a few lines can say more than any memory holds.
+    A header with aliases is not parsed: a few lines could expand beyond any memory.
     """
     header = _HEADER.match(card)
     if header is None:
@@ -243,19 +247,20 @@ def _configs(card: str) -> Any:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[1])):
             return header[1]
-        said = yaml.safe_load(header[1])
-        configs = said.get("configs") if isinstance(said, dict) else None
+        fields = yaml.safe_load(header[1])
+        configs = fields.get("configs") if isinstance(fields, dict) else None
         return json.loads(json.dumps(configs, default=str, allow_nan=False, ensure_ascii=False).encode())
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return header[1]
 
 
-def _identity_of_download(named: ModelRef, commit: str, folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
-    """The identity of a downloaded model. An error names the weights that the repository has, not the cache's folder."""
+def _identity_of_download(ref: ModelRef, commit: str, folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
+    """Return the identity of a downloaded model. Errors list the weights in the repository; the cache's folder is unhelpful."""
     try:
         return weights_identity(folder, cache)
     except ModelError as error:
-        found = sorted(name for name in named.repository.files(commit) if name.endswith(_WEIGHT_SUFFIXES))
+        files = sorted(name for name in ref.repository.files(commit) if name.endswith(_WEIGHT_SUFFIXES))
         raise ModelError(
-            f"it cannot be used: {error}; the weights in that repository: {', '.join(found) or 'none'}"
+            f"it cannot be used: {without_code(str(error))}; the weights in that repository: {', '.join(files) or 'none'}",
+            error.code,
         ) from error

@@ -1,7 +1,6 @@
-"""How many rows a preference file has: a number for people, found without parsing pairs.
+"""Row count of a preference file, for display, without parsing pairs.
 
-It is found in Dagster's process, so in little memory, whatever the file holds: a .gz of a few megabytes can be a line of many
-gigabytes.
+It is computed in Dagster's process with little memory for any file: a .gz of a few megabytes can be one line of many gigabytes.
 """
 
 import csv
@@ -21,7 +20,7 @@ _LONGEST_JSON = 1 << 28
 
 
 def count_rows(path: Path) -> int | None:
-    """The number of rows that a reader of `path` would see; None where the file cannot be read this simply."""
+    """Return the number of rows in `path`; None if the file cannot be read in this simple way."""
     try:
         match data_suffix(path):
             case ".parquet":
@@ -34,13 +33,13 @@ def count_rows(path: Path) -> int | None:
                 with TextIOWrapper(open_data(path), encoding="utf-8", newline="") as text:
                     return max(0, sum(1 for row in csv.reader(_whole_lines(text)) if row) - 1)
             case ".json":
-                return _objects(path)
-        return _lines(path)
+                return _count_objects(path)
+        return _count_lines(path)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, MemoryError, csv.Error, pa.ArrowException):
         return None
 
 
-def _lines(path: Path) -> int:
+def _count_lines(path: Path) -> int:
     count, is_blank = 0, True
     with open_data(path) as file:
         while piece := file.readline(_PIECE):
@@ -53,12 +52,12 @@ def _lines(path: Path) -> int:
 def _whole_lines(text: TextIOWrapper) -> Iterator[str]:
     while line := text.readline(_PIECE):
         if len(line) == _PIECE:
-            raise ValueError("a line of more characters than a row has")
+            raise ValueError(f"a line has over {_PIECE:,} characters")
         yield line
 
 
-def _objects(path: Path) -> int | None:
-    """A list of objects, or, as many publish it under this name, JSON lines."""
+def _count_objects(path: Path) -> int | None:
+    """Count the items of a JSON list, or the lines of a JSON Lines file with this extension, which is common."""
     with open_data(path) as file:
         text = file.read(_LONGEST_JSON + 1)
     if len(text) > _LONGEST_JSON:
@@ -66,5 +65,5 @@ def _objects(path: Path) -> int | None:
     try:
         content = json.loads(text)
     except ValueError:
-        return _lines(path)
+        return _count_lines(path)
     return len(content) if isinstance(content, list) else 1

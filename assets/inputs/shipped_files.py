@@ -1,11 +1,11 @@
-"""What of the base model's folder is released beside the weights, or decides where the released model stops."""
+"""Files of the base model that are released beside the weights, or that determine where the released model stops."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from assets.inputs.model_ref import base_model_of
-from assets.inputs.recipe_location import written
+from assets.inputs.recipe_location import locate_errors
 from assets.inputs.resolve import RemoteModel
 from assets.pipeline.pipeline import Pipeline
 from model_registry.registry import Registry
@@ -14,15 +14,15 @@ from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.stop_tokens import eos_token_ids, generation_settings
 from training.contract.identity.tokenizer_files import class_fields
 
-_CONFIGS, _OF_OTHERS = ("*config.json",), ("*/*",)  # of the hub these alone are fetched, and no weights
+_FETCHED, _IGNORED = ("*config.json",), ("*/*",)  # from the hub only these files are fetched, without weights
 
 
 @dataclass(frozen=True)
 class LocatedShippedFiles:
-    """A base model's folder. `identity`: what is shipped of it, or decides how that is loaded.
+    """A base model's folder and the identity of its shipped files.
 
-    `base_generation`: how it generates; `eos_token_ids`: at which it stops; `processors`: the sha256 of
-    each processor file; `config`: the fields of its config.json that pick a tokenizer's class.
+    Keys of `identity`: `base_generation`: generation settings; `eos_token_ids`: stop tokens; `processors`: the sha256 of
+    each processor file; `base_config`: the fields of its config.json that select a tokenizer's class.
     """
 
     folder: Path
@@ -32,22 +32,22 @@ class LocatedShippedFiles:
 def locate_shipping(
     pipeline: Pipeline, registry: Registry, cache: HashCache | None = None
 ) -> LocatedShippedFiles | RemoteModel:
-    """Look at the base model's folder, without its weights. Raises ModelError, HubError or RegistryError.
+    """Resolve the base model's folder, without its weights. Raise ModelError, HubError or RegistryError.
 
     With a `cache`, files in it are not read again, and nothing is downloaded from the hub.
     """
-    named = base_model_of(pipeline.recipe)
-    with written(pipeline, named.field):
-        if not named.is_of_hub:
-            folder = named.local_folder(registry)
+    ref = base_model_of(pipeline.recipe)
+    with locate_errors(pipeline, ref.field):
+        if not ref.is_of_hub:
+            folder = ref.local_folder(registry)
         elif cache is None:
-            _, folder = named.downloaded(_CONFIGS, _OF_OTHERS)
+            _, folder = ref.download(_FETCHED, _IGNORED)
         else:
-            commit = named.commit()
-            found = named.repository.cached(commit, _CONFIGS, _OF_OTHERS)
-            if found is None:
-                return RemoteModel(named.address, commit)
-            folder = found
+            commit = ref.commit()
+            cached = ref.repository.cached(commit, _FETCHED, _IGNORED)
+            if cached is None:
+                return RemoteModel(ref.address, commit)
+            folder = cached
         return LocatedShippedFiles(folder, _identity(folder, cache))
 
 

@@ -1,18 +1,18 @@
-"""The files of a registered version, put back from the store where they are gone or not what they were.
+"""Repair of a registered version: restore missing or changed files from the store.
 
-They go with their MLflow run when that is deleted for good, and backups leave them out, since the store has the weights too.
-And what spoils the weights of a policy in place spoils the version's, which are the same file.
+Files of a version disappear with their MLflow run, and backups leave them out, because the store has the weights too. Damage to
+a policy's weights in the store also damages the version's: both may be the same file.
 """
 
 import logging
 
 from assets.inputs.model_ref import ModelRef
-from assets.inputs.recipe_location import written
+from assets.inputs.recipe_location import locate_errors
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.files import VersionFiles, local_path
 from model_registry.model_version import MERGED, Version
 from model_registry.registry import Registry
-from training.contract.errors import ModelError, StoreError
+from training.contract.errors import ModelError, StoreError, without_code
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.identity.hash_cache import HashCache
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
@@ -21,53 +21,53 @@ _LOG = logging.getLogger(__name__)
 
 
 def restore_files(services: Services, version: Version) -> bool:
-    """Whether the files of `version` had a fault and have none any more; a warning says so. Raises RegistryError."""
+    """Restore the files of `version` if needed, with a warning. Return whether they were. Raise RegistryError."""
     registry, store = services.registry, services.store
-    shipped = "release_spec" if version.fingerprint_of("release_spec") else "tokenization_spec"  # versions of before
+    shipped = "release_spec" if version.fingerprint_of("release_spec") else "tokenization_spec"  # older versions
     kinds = (MERGED if version.fingerprint_of(MERGED) else "policy", shipped, "evaluation")
     with store.lock("released_model", fingerprint("version_files", version.source)):
-        if version.fingerprint_of("policy") is None:  # it is another program's, and so are its files
+        if version.fingerprint_of("policy") is None:  # another program released it
             return False
-        if (fault := files_problem(registry, version, services.hashes)) is None:
+        if (problem := files_problem(registry, version, services.hashes)) is None:
             return False
         try:
-            found = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
+            folders = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
         except StoreError as error:
-            _LOG.warning("%s and cannot be put back: %s", fault, error)
+            _LOG.warning("%s and cannot be restored: %s", problem, error)
             return False
-        model, files, evaluation = found
+        model, files, evaluation = folders
         settings = files / "model" if shipped == "release_spec" else model
         registry.store_files(
             version.name, version.source, VersionFiles(model, files / "tokenizer", settings, evaluation)
         )
-    _LOG.warning("%s: they were put back from the store", fault)
+    _LOG.warning("%s: they were restored from the store", problem)
     return True
 
 
-def restore_named(services: Services, pipeline: Pipeline, named: ModelRef) -> None:
-    """The same for the version that a recipe begins with, if it is one.
+def restore_named(services: Services, pipeline: Pipeline, ref: ModelRef) -> None:
+    """Restore the files of the version at `ref`, if it is a registered model.
 
-    A recipe that begins with what it released itself would else never get as far as its release, which puts files back.
+    Otherwise a recipe that starts from its own released model would fail before its release, which restores files too.
     """
-    if named.is_registered:
-        with written(pipeline, named.field):
-            restore_files(services, services.registry.version_at(named.address))
+    if ref.is_registered:
+        with locate_errors(pipeline, ref.field):
+            restore_files(services, services.registry.version_at(ref.address))
 
 
 def files_problem(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:
-    """What is wrong with the files of `version`, in words. Raises RegistryError.
+    """Return the problem of the files of `version`, or None. Raise RegistryError.
 
-    With a `cache`, files in it are not read again, and those on a server are not fetched.
+    With a `cache`, files in it are not read again, and files on a server are not fetched.
     """
-    whose = f"the files of version {version.number} of {version.name}"
+    files = f"the files of version {version.number} of {version.name}"
     if not registry.has_files(version):
-        return f"{whose} are gone"
+        return f"{files} are missing"
     if version.weights is None or (cache is not None and local_path(version.source) is None):
         return None
     try:
-        found = weights_fingerprint(weights_identity(registry.folder(version), cache))
+        weights = weights_fingerprint(weights_identity(registry.folder(version), cache))
     except ModelError as error:
-        return f"{whose} are no model any more ({error})"
-    if found == version.weights:
+        return f"{files} cannot be read as a model ({without_code(str(error))})"
+    if weights == version.weights:
         return None
-    return f"{whose} hold the weights {short(found)} where its policy is {short(version.weights)}"
+    return f"{files} hold the weights {short(weights)}, expected {short(version.weights)}"
