@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from assets.inputs.model_ref import base_model_of
-from assets.inputs.recipe_location import locate_errors
+from assets.inputs.recipe_location import written
 from assets.inputs.resolve import RemoteModel
 from assets.inputs.shipped_files import locate_shipping
 from assets.pipeline.pipeline import Pipeline, Services
@@ -35,7 +35,7 @@ def check_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pai
     if not tokens:
         return
     listed = ", ".join(tokens[:_SHOWN]) + (f" and {len(tokens) - _SHOWN} more" if tokens[_SHOWN:] else "")
-    with locate_errors(pipeline, base_model_of(pipeline.recipe).field):
+    with written(pipeline, base_model_of(pipeline.recipe).field):
         raise ModelError(
             f"{where} {listed}, for which the model in {located.folder} has no embeddings: its config.json has `vocab_size: "
             f"{count}`. Resize the embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save the model again, or "

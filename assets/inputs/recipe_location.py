@@ -21,7 +21,7 @@ _FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or followed b
 
 
 @contextmanager
-def locate_errors(pipeline: Pipeline, field: str) -> Iterator[None]:
+def written(pipeline: Pipeline, field: str) -> Iterator[None]:
     """Prefix errors of the block with the location of `field`, unless a server is unavailable or a disk is full."""
     try:
         yield

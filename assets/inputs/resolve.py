@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from assets.inputs.model_ref import ModelRef, base_model_of, tokenizer_of
-from assets.inputs.recipe_location import locate_errors
+from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline
 from model_registry.model_version import Version
 from model_registry.registry import Registry
@@ -102,7 +102,7 @@ def locate_base_model(
     these weights, even if the alias has moved to another version.
     """
     ref = base_model_of(pipeline.recipe)
-    with locate_errors(pipeline, ref.field):
+    with written(pipeline, ref.field):
         if not ref.is_of_hub:
             return _local_model(ref, registry, weights=weights)
         commit, folder = ref.download(_MODEL_FILES, _OTHER_WEIGHTS, emit)
@@ -115,7 +115,7 @@ def peek_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) ->
     A registered model on a server is fetched once.
     """
     ref = base_model_of(pipeline.recipe)
-    with locate_errors(pipeline, ref.field):
+    with written(pipeline, ref.field):
         if not ref.is_of_hub:
             return _local_model(ref, registry, cache)
         commit = ref.commit()
@@ -176,7 +176,7 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
     folder = _tokenizer_folder(pipeline, registry)
     files = tokenizer_files(folder)
     template = pipeline.recipe.tokenization.chat_template
-    with locate_errors(pipeline, "tokenization.chat_template"):
+    with written(pipeline, "tokenization.chat_template"):
         if template is not None and not Path(template).is_file():
             problem = "is not a regular file" if Path(template).exists() else "does not exist"
             raise DataError(
@@ -184,7 +184,7 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
             )
     text = Path(template) if template else None
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
-    with locate_errors(pipeline, tokenizer_of(pipeline.recipe).field):
+    with written(pipeline, tokenizer_of(pipeline.recipe).field):
         config = class_fields(folder)
     identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None, "config": config}
     return LocatedTokenizer(folder, text, identity)
@@ -192,7 +192,7 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
 
 def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
     ref = tokenizer_of(pipeline.recipe)
-    with locate_errors(pipeline, ref.field):
+    with written(pipeline, ref.field):
         if ref.is_of_hub:
             _, folder = ref.download((*TOKENIZER_FILES, CONFIG))
         else:
@@ -208,7 +208,7 @@ def locate_sources(pipeline: Pipeline, cache: HashCache | None = None) -> list[L
     """Return the preference sources. Raise DataError for a path without files, HubError for an unavailable data set."""
     located = []
     for n, source in enumerate(pipeline.recipe.data.sources):
-        with locate_errors(pipeline, f"data.sources.{n}.{'hub' if source.hub else 'path'}"):
+        with written(pipeline, f"data.sources.{n}.{'hub' if source.hub else 'path'}"):
             located.append(_locate_source(source, cache))
     return located
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from assets.inputs.model_ref import base_model_of
-from assets.inputs.recipe_location import locate_errors
+from assets.inputs.recipe_location import written
 from assets.inputs.resolve import RemoteModel
 from assets.pipeline.pipeline import Pipeline
 from model_registry.registry import Registry
@@ -37,7 +37,7 @@ def locate_shipping(
     With a `cache`, files in it are not read again, and nothing is downloaded from the hub.
     """
     ref = base_model_of(pipeline.recipe)
-    with locate_errors(pipeline, ref.field):
+    with written(pipeline, ref.field):
         if not ref.is_of_hub:
             folder = ref.local_folder(registry)
         elif cache is None:

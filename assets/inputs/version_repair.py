@@ -7,7 +7,7 @@ a policy's weights in the store also damages the version's: both may be the same
 import logging
 
 from assets.inputs.model_ref import ModelRef
-from assets.inputs.recipe_location import locate_errors
+from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.files import VersionFiles, local_path
 from model_registry.model_version import MERGED, Version
@@ -50,7 +50,7 @@ def restore_named(services: Services, pipeline: Pipeline, ref: ModelRef) -> None
     Otherwise a recipe that starts from its own released model would fail before its release, which restores files too.
     """
     if ref.is_registered:
-        with locate_errors(pipeline, ref.field):
+        with written(pipeline, ref.field):
             restore_files(services, services.registry.version_at(ref.address))
 
 
