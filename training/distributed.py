@@ -1,11 +1,11 @@
-"""The processes that do one job together, as each of them sees the group.
+"""The group of processes that run one job.
 
-Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, with one device each. Without
-torchrun there is one process, no connection, and the same calls: code that uses a `Group` need not distinguish the two.
-Only tensors are exchanged; nothing is pickled.
+Under torchrun there are `world` processes with one device each, connected by gloo on CPUs and by NCCL on GPUs. Without torchrun
+there is one process without connections. The calls are the same, so code that uses a `Group` does not distinguish the two.
+Ranks exchange tensors only; nothing is pickled.
 
-Results are reproducible bit for bit on the same machine type with the same world size: deterministic algorithms only,
-and the number of threads fixed by OMP_NUM_THREADS, since it decides the order of sums.
+Results are reproducible bit for bit on the same machine type with the same world size. Algorithms are deterministic, and
+OMP_NUM_THREADS fixes the number of threads, because the order of sums depends on it.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from training.contract.config.recipe import DeviceName
 from training.contract.errors import TrainingError
 from training.contract.protocol.job import RENDEZVOUS
 
-# How long one rank waits for the others: one may have to read, write or hash all weights alone, or to score a batch that the
-# others lack. One that dies is noticed at once.
+# The longest wait for other ranks. One rank may read, write or hash all weights alone, or score one batch more than the others.
+# The end of a rank is noticed at once.
 TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process (`rank`) among `world`, on `nodes` machines, each with the same number of consecutive ranks.
+    """One process (`rank`) of `world`, on `nodes` machines with the same number of consecutive ranks.
 
     Every method is collective: all ranks call it, in the same order.
     """
@@ -46,18 +46,18 @@ class Group:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this."""
         if self.world > 1:
             dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` by its sum over the ranks, in place; it is also returned."""
+        """Replace `tensor` by its sum over the ranks, in place. Return it."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Start to replace `tensor` by its sum over the ranks; returns a function that waits until that is done."""
+        """Start to replace `tensor` by its sum over the ranks. Return a function that waits for the sum."""
         if self.world == 1:
             return lambda: None
         work = dist.all_reduce(tensor, async_op=True)
@@ -65,17 +65,17 @@ class Group:
         return wait
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` by that of rank 0, in place; it is also returned."""
+        """Replace `tensor` by the tensor of rank 0, in place. Return it."""
         if self.world > 1:
             dist.broadcast(tensor, src=0)
         return tensor
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of every rank, in rank order, on every rank. Ranks may have unequal numbers of rows, also none."""
+        """Return the rows of all ranks, in rank order. Ranks may have different numbers of rows, also zero."""
         if self.world == 1:
             return tensor
         rows = torch.cat(self._gather(torch.tensor([len(tensor)], device=tensor.device))).tolist()
-        # As bytes, since not every backend exchanges every dtype; padded, since all parts must be of one size.
+        # As bytes, because some backends lack some dtypes; padded, because all parts must have one size.
         row_bytes = tensor.new_empty(1, *tensor.shape[1:]).nbytes
         padded = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=tensor.device)
         padded[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
@@ -83,12 +83,12 @@ class Group:
         return torch.cat([part[: n * row_bytes].view(tensor.dtype).view(n, *tensor.shape[1:]) for n, part in parts])
 
     def gather_texts(self, text: str) -> list[str]:
-        """The text of every rank, in rank order, on every rank."""
+        """Return the texts of all ranks, in rank order."""
         if self.world == 1:
             return [text]
         content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8).to(self.device)
-        everything = self.gather_rows(content).cpu().numpy().tobytes()
-        return [part.decode() for part in everything.split(b"\0")[:-1]]
+        all_texts = self.gather_rows(content).cpu().numpy().tobytes()
+        return [part.decode() for part in all_texts.split(b"\0")[:-1]]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
@@ -96,13 +96,13 @@ class Group:
         return parts
 
 
-ALONE = Group(0, 1, torch.device("cpu"))  # one process, for work on data: torch is not prepared for any other
+ALONE = Group(0, 1, torch.device("cpu"))  # for jobs on data only: `group` has not configured torch
 
 
 def mesh_of(ranks: Group, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The ranks in dimensions of these names and sizes, the last of consecutive ranks. Collective.
+    """Return a mesh of the ranks with dimensions of these names and sizes; the last has consecutive ranks. Collective.
 
-    The groups of a dimension wait for their ranks as all ranks do for each other: with NCCL it would be ten minutes.
+    The groups of a dimension get the timeout `TIMEOUT`: the default of NCCL is ten minutes.
     """
     mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:
@@ -112,35 +112,35 @@ def mesh_of(ranks: Group, sizes: Mapping[str, int]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def group(device: DeviceName) -> Iterator[Group]:
-    """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
+    """Join the processes that torchrun started, or form a group of one. `auto` takes a GPU if there is one.
 
-    Raises TrainingError if `cuda` is asked for and there is none for this rank, if `auto` finds GPUs on some machines only, or
-    if OMP_NUM_THREADS is no number.
+    Raises TrainingError if `cuda` finds no GPU for this rank, if `auto` finds GPUs on some machines only, or if
+    OMP_NUM_THREADS is not a number.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
     _compute_reproducibly()
-    own = _device(device)
+    local_device = _select_device(device)
     if world > 1:
-        store, on_gpu = _store(world), own.type == "cuda"
+        store, on_gpu = _connect_store(world), local_device.type == "cuda"
         if nodes > 1:
-            check_same_devices(store, rank, world, nodes, own)
+            check_same_devices(store, rank, world, nodes, local_device)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
             rank=rank,
             world_size=world,
             timeout=TIMEOUT,
-            device_id=own if on_gpu else None,
+            device_id=local_device if on_gpu else None,
         )
-    yield Group(rank, world, own, nodes)
-    # Not after an exception: closing the connection makes the other ranks fail, maybe before this one has written why.
+    yield Group(rank, world, local_device, nodes)
+    # Not after an exception: a closed connection makes the other ranks fail, maybe before this one has written its error.
     if world > 1:
         dist.destroy_process_group()
 
 
-def _store(world: int) -> dist.Store:
-    """Where the ranks find each other: the launcher's file, else torchrun's TCP store (to which any address may connect)."""
+def _connect_store(world: int) -> dist.Store:
+    """Return the rendezvous store: the launcher's file, or else torchrun's TCP store, to which any address may connect."""
     if file := os.environ.get(RENDEZVOUS):
         return dist.FileStore(file, world)
     store: dist.Store = next(dist.rendezvous("env://"))[0]
@@ -148,35 +148,37 @@ def _store(world: int) -> dist.Store:
     return store
 
 
-def check_same_devices(store: dist.Store, rank: int, world: int, nodes: int, own: torch.device) -> None:
-    """Raises TrainingError on every rank where some have a GPU and others none. Collective.
+def check_same_devices(store: dist.Store, rank: int, world: int, nodes: int, device: torch.device) -> None:
+    """Raise TrainingError on every rank if only some nodes have a GPU. Collective.
 
-    These would use gloo, those NCCL, and all would wait until the time is up.
+    Otherwise some ranks would use gloo and others NCCL, and all would wait until the timeout.
     """
     store = dist.PrefixStore("device", store)
-    store.set(str(rank), own.type)
-    kinds = [store.get(str(other)).decode() for other in range(world)]
-    without = sorted({other * nodes // world for other, kind in enumerate(kinds) if kind == "cpu"})
+    store.set(str(rank), device.type)
+    types = [store.get(str(other)).decode() for other in range(world)]
+    without = sorted({other * nodes // world for other, device_type in enumerate(types) if device_type == "cpu"})
     if 0 < len(without) < nodes:
         raise TrainingError(
-            f"`compute.device: auto` finds a GPU on {nodes - len(without)} of {nodes} nodes, and torch sees none on node "
-            f"{', '.join(map(str, without))}; make it see one there (`nvidia-smi`, CUDA_VISIBLE_DEVICES), or set "
-            "`compute.device: cpu`"
+            f"`compute.device: auto` finds a GPU on {nodes - len(without)} of {nodes} nodes, but torch sees no GPU on node "
+            f"{', '.join(map(str, without))}; make one visible there (`nvidia-smi`, CUDA_VISIBLE_DEVICES), or set "
+            "`compute.device: cpu`",
+            "gpu-on-some-nodes",
         )
 
 
-def _device(wanted: DeviceName) -> torch.device:
-    local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and found == 0):
+def _select_device(setting: DeviceName) -> torch.device:
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
         return torch.device("cpu")
-    if found == 0:
+    if gpus == 0:
         raise TrainingError(
-            "`compute.device: cuda` needs a GPU, and torch sees none on this machine; set it to auto or cpu"
+            "`compute.device: cuda` needs a GPU, but torch sees 0 on this machine; set it to auto or cpu", "no-gpu"
         )
-    if local_rank >= found:
+    if local_rank >= gpus:
         raise TrainingError(
-            f"local rank {local_rank} needs a GPU of its own and this machine shows {found}; "
-            f"set `compute.processes_per_node` to at most {found}, or `compute.device: cpu`"
+            f"local rank {local_rank} needs its own GPU, but torch sees {gpus} on this machine; "
+            f"set `compute.processes_per_node` to at most {gpus}, or `compute.device: cpu`",
+            "too-few-gpus",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -185,15 +187,18 @@ def _device(wanted: DeviceName) -> torch.device:
 
 def _compute_reproducibly() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Sums that NVSwitch makes, in an order of its own. By itself torch leaves out NVLS alone, not what goes on between nodes.
+    # NVSwitch sums in its own order. torch itself excludes only NVLS, not NVLSTree, which sums between nodes.
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
-    # NVIDIA's containers allow TF32 by a variable of the environment: products of float32 then keep 10 bits of 23.
+    # NVIDIA's containers enable TF32 by an environment variable: float32 products then keep 10 of 23 bits.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.use_deterministic_algorithms(True)  # which imports torch's compiler
+    torch.use_deterministic_algorithms(True)  # this imports torch's compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):
-        outermost = threads.partition(",")[0].strip()  # OpenMP takes a list, a number for each level of nested regions
+        outermost = threads.partition(",")[0].strip()  # OpenMP accepts a list: one number per nesting level
         if not (outermost.isdecimal() and int(outermost)):
-            raise TrainingError(f"OMP_NUM_THREADS is {threads!r}; expected a number of threads, such as 4, or unset it")
+            raise TrainingError(
+                f"OMP_NUM_THREADS is {threads!r}; expected a number of threads, such as 4, or unset it",
+                "bad-thread-count",
+            )
         torch.set_num_threads(int(outermost))

@@ -1,9 +1,8 @@
-"""What a job ran on, recorded in the details of its artifact, so that a number can be checked long after.
+"""The software and hardware of a job, recorded in its artifact's details so that results can be checked later.
 
-A manifest says what an artifact was made from, `recipe.json` with which settings. Here is the rest: the digest of this
-package's source, the libraries, and what decides the order of sums and with it the last bits: machine, threads, number of
-processes. An artifact's identity does not depend on where it was made, so none of this is in a fingerprint. Seconds and
-memory are recorded by the run itself (run_state.py).
+The record has the digest of this package's source, the libraries, and the causes of the last bits (the order of sums): machine,
+threads, number of processes. The manifest has the inputs, `recipe.json` the settings, run_state.py seconds and memory.
+Fingerprints do not cover the record, because the identity of an artifact does not depend on the machine.
 """
 
 import platform
@@ -19,10 +18,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def provenance(group: Group) -> dict[str, Any]:
-    """The record for this rank; taken before the work, while the source on the disk is still what was imported."""
+    """Return the record of this rank. Call this before the work, while the source on disk is the imported one."""
     return {
         "source": source_digest(),
-        "libraries": library_versions() | {"torch": str(torch.__version__)},  # with its build, which decides kernels
+        "libraries": library_versions()
+        | {"torch": str(torch.__version__)},  # with its build, because kernels depend on it
         "platform": platform.platform(),
         "device": device_name(group.device),
         "threads": torch.get_num_threads(),
@@ -31,7 +31,7 @@ def provenance(group: Group) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor as Linux reports it, else its architecture."""
+    """Return the name of the GPU, or the CPU's model name from Linux, or else the CPU's architecture."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.is_file() else []

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, and saving in a thread."""
+"""Checkpoints: their files, and asynchronous saving."""

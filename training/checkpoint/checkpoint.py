@@ -1,22 +1,22 @@
-"""Checkpoints: all a run needs to go on as if it had never stopped, each committed whole or not at all.
+"""Checkpoints: the complete state of a run at a step, committed atomically. A resumed run is bit for bit the same.
 
-    checkpoints/<key>/step-00000050/rank-00000.safetensors   this rank's pieces (training.checkpoint.tensor_slices) of
+    checkpoints/<key>/step-00000050/rank-00000.safetensors   this rank's slices (training.checkpoint.tensor_slices) of
                                                              `weights/<parameter>`, float32, and of
                                                              `<state>/<parameter>`: AdamW's exp_avg, exp_avg_sq,
                                                              step; Muon's momentum_buffer
                                     rank-00001.safetensors   ...
-                                    manifest.json            sizes and sha256 of all, the run's facts; written last
-    checkpoints/<key>/step-00000050.partial/                 one that is being written (training.checkpoint.async_saver)
-    checkpoints/<key>/step-00000050.corrupt/                 one whose bytes differ from its manifest
+                                    manifest.json            sizes and sha256 of all files, the run's facts; written last
+    checkpoints/<key>/step-00000050.partial/                 being written (training.checkpoint.async_saver)
+    checkpoints/<key>/step-00000050.corrupt/                 bytes differ from the manifest
 
-Nothing else is needed, since data order, learning rate and dropout are functions of the step. Nothing is pickled. Another
-number of ranks, or another layout of the weights on them, reads the same files.
+Data order, learning rate and dropout are functions of the step, so they are not saved. Nothing is pickled. Other numbers of
+ranks and other placements of the weights read the same files.
 
-A checkpoint with a byte that differs from its manifest is never used: it is set aside with a note, and the one before it is
-taken. `<key>` is the derivation's, so checkpoints that another recipe or other data left in the folder are not found.
+A corrupt checkpoint is never used: it is set aside with a note, and the previous one is used. `<key>` is the key of the
+derivation, so a run never finds checkpoints of another recipe or other data.
 
-`LocalRows`, the rows of a tensor that a rank holds, come from training.parallel. Optimizer state of the shape of its
-parameter has the same rows; all other state, such as a count of steps, is the same on every rank, and rank 0 writes it.
+`LocalRows`, the rows of a tensor on a rank, come from training.parallel. Optimizer state with the shape of its parameter has
+the same rows. Other state, such as a step count, is the same on every rank, and rank 0 writes it.
 """
 
 import os
@@ -53,21 +53,21 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint keeps: parameters, the optimizer that steps them, and what of each this rank holds."""
+    """The state in a checkpoint: parameters, their optimizer, and `local_rows`, the rows of a parameter on this rank."""
 
     parameters: Mapping[str, Parameter]
     optimizer: Optimizers
     local_rows: Callable[[str], LocalRows]
 
     def pieces(self, main: bool) -> list[TensorSlice]:
-        """What this rank writes: views of the tensors, which must not change until they are written."""
+        """Return the slices that this rank writes. They are views: the tensors must not change before they are written."""
         tensors = {f"{_WEIGHTS}/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= self.optimizer.tensors()
-        found = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
-        return [piece for piece in found if piece is not None]
+        pieces = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
+        return [piece for piece in pieces if piece is not None]
 
     def restore(self, reader: TensorSliceReader) -> None:
-        """Read this rank's rows of all of it. Raises CorruptArtifact where a tensor is missing."""
+        """Read this rank's rows of all tensors. Raises CorruptArtifact if a tensor is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._read(reader, f"{_WEIGHTS}/{name}"))
@@ -98,74 +98,74 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in `folder` of the job that `derivation` describes; the last `keep` of them stay."""
+    """The checkpoints of a derivation's job in `folder`. `commit` keeps the last `keep` of them."""
 
     def __init__(self, folder: Path, derivation: Derivation, keep: int = 2) -> None:
         self.folder, self._derivation, self._keep = checkpoints_of(folder, derivation), derivation, keep
 
     def partial(self, step: int) -> Path:
-        """The folder, made here, in which the ranks write a checkpoint. Raises OSError."""
-        folder = self._place(step, _PARTIAL)
+        """Create and return the folder in which the ranks write a checkpoint. Raises OSError."""
+        folder = self._folder_of(step, _PARTIAL)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def commit(self, step: int, files: dict[str, FileEntry], facts: dict[str, Any]) -> None:
-        """Write the manifest of a partial checkpoint and rename it; remove old ones. Raises OSError."""
-        partial, place = self._place(step, _PARTIAL), self._place(step)
+        """Write the manifest of a partial checkpoint, rename its folder, and remove old checkpoints. Raises OSError."""
+        partial, folder = self._folder_of(step, _PARTIAL), self._folder_of(step)
         manifest = Manifest.of_now(self._derivation, self._derivation.key, files, facts)
-        apply_umask(partial)  # who goes on from it need not be who began
+        apply_umask(partial)  # another user may resume from it
         write_durably(partial / MANIFEST, manifest.dumps())
-        _replace(partial, place)
+        _replace_folder(partial, folder)
         sync_folder(self.folder)
-        for old in committed_steps(self.folder)[: -self._keep]:
-            shutil.rmtree(self._place(old))
+        for old_step in committed_steps(self.folder)[: -self._keep]:
+            shutil.rmtree(self._folder_of(old_step))
 
     def last_whole(self, group: Group, note: Callable[[str], None]) -> int | None:
-        """The step of the last checkpoint that is whole, the same on every rank; None if there is none.
+        """Return the step of the last intact checkpoint, the same on every rank; None if there is none.
 
-        Partial ones are removed first, so that no file of an old rank is taken for a new one. The ranks share the hashing.
+        Remove partial checkpoints first, so that a commit never includes the file of an old rank. The ranks share the hashing.
         """
         if group.is_main:
             for partial in self.folder.glob(f"step-*{_PARTIAL}"):
                 shutil.rmtree(partial)
-        while (step := self._last(group)) is not None:
-            problem = self._problem(step, group)
+        while (step := self._last_step(group)) is not None:
+            problem = self._find_problem(step, group)
             if problem is None:
                 return step
             if group.is_main:
-                place = self._place(step)
-                aside = _replace(place, place.with_name(place.name + _CORRUPT))
+                folder = self._folder_of(step)
+                aside = _replace_folder(folder, folder.with_name(folder.name + _CORRUPT))
                 note(f"the checkpoint of step {step} is not used and was moved to {aside}: {problem}")
         return None
 
     def read(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`, which is whole."""
-        place = self._place(step)
-        manifest = read_manifest(place)
-        return Checkpoint(step, manifest.details, TensorSliceReader(place / name for name in sorted(manifest.files)))
+        """Return the intact checkpoint of `step`."""
+        folder = self._folder_of(step)
+        manifest = read_manifest(folder)
+        return Checkpoint(step, manifest.details, TensorSliceReader(folder / name for name in sorted(manifest.files)))
 
-    def _last(self, group: Group) -> int | None:
-        """The last step as rank 0 sees it, which alone moves corrupt checkpoints."""
+    def _last_step(self, group: Group) -> int | None:
+        """Return the last step that rank 0 finds, because only rank 0 moves corrupt checkpoints."""
         step = int(group.broadcast_(torch.tensor([(committed_steps(self.folder) or [_NONE])[-1]], device=group.device)))
         return None if step == _NONE else step
 
-    def _problem(self, step: int, group: Group) -> str | None:
-        """Why a checkpoint must not be used, the same on every rank."""
-        place, own = self._place(step), ""
+    def _find_problem(self, step: int, group: Group) -> str | None:
+        """Return the problem of a corrupt checkpoint, the same on every rank; None if it is intact."""
+        folder, problem = self._folder_of(step), ""
         try:
-            manifest = read_manifest(place)
-            verify_files(place, manifest, hashes=False)
-            verify_contents(place, manifest, sorted(manifest.files)[group.rank :: group.world])
+            manifest = read_manifest(folder)
+            verify_files(folder, manifest, hashes=False)
+            verify_contents(folder, manifest, sorted(manifest.files)[group.rank :: group.world])
         except CorruptArtifact as error:
-            own = str(error)
-        return next(filter(None, group.gather_texts(own)), None)
+            problem = str(error)
+        return next(filter(None, group.gather_texts(problem)), None)
 
-    def _place(self, step: int, suffix: str = "") -> Path:
+    def _folder_of(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step:08d}{suffix}"
 
 
-def _replace(source: Path, target: Path) -> Path:
-    """Rename a folder to `target`, which may be there already."""
+def _replace_folder(source: Path, target: Path) -> Path:
+    """Rename a folder to `target`. Remove an existing `target` first."""
     if target.exists():
         shutil.rmtree(target)
     os.rename(source, target)

@@ -1,11 +1,10 @@
-"""Pieces: large tensors that several ranks write together, each some rows of them into a file of its own.
+"""Tensor slices: each rank writes some rows of the large tensors into its own file.
 
-Ranks that hold copies of the same rows write an equal part each; a rank that holds a shard writes the shard. A reader asks
-for rows and gets them from whichever pieces overlap them. So files can be read by another number of ranks, and with
-another layout of the weights, than they were written.
+If several ranks hold copies of the same rows, each writes an equal part of them. A rank that holds a shard writes the shard. A
+reader takes rows from all slices that overlap them. So other numbers of ranks and other placements can read the files.
 
-A file is plain safetensors. A piece's name there is `<tensor>@<first row>`; the header's metadata has, as JSON under
-`pieces`, the shape of each whole tensor. A tensor without dimensions is one piece, `<tensor>@0`.
+A file is plain safetensors. The name of a slice is `<tensor>@<first row>`. The header's metadata has the full shape of each
+tensor, as JSON under `pieces`. A tensor without dimensions is one slice, `<tensor>@0`.
 """
 
 import json
@@ -27,7 +26,7 @@ _METADATA = "pieces"
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Rows `first` to `first + rows` of a tensor of `total`; `copies` ranks hold the same, and this one is number `copy`."""
+    """Rows `first` to `first + rows` of a tensor of `total` rows. `copies` ranks hold them; this rank is number `copy`."""
 
     first: int
     rows: int
@@ -36,13 +35,13 @@ class LocalRows:
     copies: int
 
     def own(self) -> tuple[int, int]:
-        """The part of these rows that this rank writes: from and to, counted from `first`."""
+        """Return the begin and end of the rows that this rank writes, counted from `first`."""
         return self.rows * self.copy // self.copies, self.rows * (self.copy + 1) // self.copies
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows of the tensor `name`, from number `first` on; `shape` is that of the whole tensor."""
+    """Rows of the tensor `name`, from row `first`. `shape` is the shape of the full tensor."""
 
     name: str
     first: int
@@ -51,23 +50,23 @@ class TensorSlice:
 
 
 def piece_of(name: str, tensor: Tensor, local: LocalRows) -> TensorSlice:
-    """What this rank writes of a tensor of which it holds the rows `tensor`."""
+    """Return the slice that this rank writes. `tensor` holds the rows on this rank."""
     assert len(tensor) == local.rows, f"{name}: {len(tensor)} rows, {local.rows} expected"
     begin, end = local.own()
     return TensorSlice(name, local.first + begin, (local.total, *tensor.shape[1:]), tensor.detach()[begin:end])
 
 
 def write_pieces(pieces: Iterable[TensorSlice], file: Path) -> None:
-    """Raises OSError or SafetensorError where the disk does not take it."""
-    filled = [piece for piece in pieces if piece.rows.numel()]
-    shapes = {piece.name: piece.shape for piece in filled}
-    tensors = {f"{piece.name}@{piece.first}": piece.rows.contiguous() for piece in filled}
+    """Write the slices that are not empty. Raises OSError or SafetensorError if the disk refuses."""
+    nonempty = [piece for piece in pieces if piece.rows.numel()]
+    shapes = {piece.name: piece.shape for piece in nonempty}
+    tensors = {f"{piece.name}@{piece.first}": piece.rows.contiguous() for piece in nonempty}
     save_file(tensors, file, metadata={_METADATA: json.dumps(shapes)})
 
 
 @dataclass(frozen=True)
 class _OpenSlice:
-    """A piece in an open file: which rows of its tensor it has."""
+    """A slice in an open file: rows `first` to `first + rows` of its tensor."""
 
     file: Any
     key: str
@@ -75,39 +74,42 @@ class _OpenSlice:
     rows: int
 
     def cut(self, first: int, end: int) -> Tensor:
-        """Those of the tensor's rows `first` to `end` that this piece has."""
+        """Return the overlap of this slice with the tensor's rows `first` to `end`."""
         begin, stop = max(first - self.first, 0), min(end - self.first, self.rows)
         rows: Tensor = self.file.get_slice(self.key)[begin : max(begin, stop)]
         return rows
 
 
 class TensorSliceReader:
-    """Reads rows of the tensors whose pieces are in `files`; `shapes` are those of the whole tensors."""
+    """Reads rows of the tensors in `files`. `shapes` are the full shapes of the tensors."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Raises CorruptArtifact for a file that holds no pieces."""
+        """Open the files. Raises CorruptArtifact for a file without slices."""
         self._pieces: dict[str, list[_OpenSlice]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
                 self._index(file)
             except (OSError, SafetensorError, ValueError, KeyError) as error:
-                raise CorruptArtifact(f"{file} does not hold pieces of tensors: {error!r}") from error
+                raise CorruptArtifact(f"{file} does not hold tensor slices: {error!r}", "bad-slice-file") from error
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """Rows `first` to `first + rows` of a tensor, by default all. Raises CorruptArtifact where one is missing."""
+        """Return rows `first` to `first + rows` of a tensor, by default all. Raises CorruptArtifact if a row is missing."""
         if name not in self.shapes:
-            raise CorruptArtifact(f"no file holds a piece of {name}, but of {', '.join(sorted(self.shapes)[:5])} ...")
+            known = ", ".join(sorted(self.shapes)[:5])
+            raise CorruptArtifact(f"the files have the tensors {known} ..., but not {name}", "missing-tensor")
         shape, pieces = self.shapes[name], self._pieces[name]
         if not shape:
             scalar: Tensor = pieces[0].file.get_tensor(pieces[0].key)
-            return scalar.clone()  # else the whole file stays mapped as long as this number
+            return scalar.clone()  # a view would keep the file mapped
         end = shape[0] if rows is None else first + rows
-        found = [piece.cut(first, end) for piece in sorted(pieces, key=lambda piece: piece.first)]
-        whole = torch.cat([part for part in found if len(part)] or found[:1])
-        if len(whole) != end - first:
-            raise CorruptArtifact(f"of the rows {first} to {end} of {name} the files hold {len(whole)}")
-        return whole
+        parts = [piece.cut(first, end) for piece in sorted(pieces, key=lambda piece: piece.first)]
+        tensor = torch.cat([part for part in parts if len(part)] or parts[:1])
+        if len(tensor) != end - first:
+            raise CorruptArtifact(
+                f"the files have {len(tensor)} of the {end - first} rows {first} to {end} of {name}", "missing-rows"
+            )
+        return tensor
 
     def _index(self, file: Path) -> None:
         opened: Any = safe_open(file, framework="pt")

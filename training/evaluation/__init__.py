@@ -1,1 +1,1 @@
-"""Sampled answers, and the HTML report of an evaluation."""
+"""The sampled answers and the HTML report of an evaluation."""

@@ -1,7 +1,7 @@
-"""The report of an evaluation: one HTML file that needs nothing else and runs nothing.
+"""The report of an evaluation: one self-contained HTML file without scripts.
 
-Every text in it comes from data or from a model, so all of it is escaped by the template engine, and the page's policy
-forbids scripts and requests in case an escape were ever forgotten.
+Its texts come from data or models, so the template engine escapes all of them. In addition, the page's content policy forbids
+scripts and requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt: the reference model's answer (before), the policy's (after), and the preferred one."""
+    """A held-out prompt with the answers of the reference model (before) and the policy (after), and the chosen response."""
 
     row: int
     prompt: str
@@ -28,7 +28,7 @@ class Sample:
     chosen: str
 
     def abridged(self, most: int) -> "Sample":
-        """With the end of the prompt, where the question is, and the beginnings of the answers: `most` characters of each."""
+        """Return the sample with at most `most` characters per text: the prompt's end, with the question, the answers' start."""
         return Sample(self.row, self.prompt[-most:], self.before[:most], self.after[:most], self.chosen[:most])
 
 
@@ -42,16 +42,16 @@ class WorstPair:
     rejected: str
 
     def abridged(self, most: int) -> "WorstPair":
-        """Return it with `most` characters of each text, as of a sample."""
+        """Return the pair with at most `most` characters per text, cut like a sample."""
         prompt, chosen, rejected = self.prompt[-most:], self.chosen[:most], self.rejected[:most]
         return replace(self, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows. `policy`, `reference` and `pairs` are fingerprints.
+    """The content of the page. `policy`, `reference` and `pairs` are fingerprints.
 
-    `by_length`: the accuracy by which response is longer; `by_source`: by the name of the pairs' source.
+    `by_length` is the accuracy by the longer response, `by_source` the accuracy by source name.
     """
 
     policy: str
@@ -78,7 +78,7 @@ class _Bar:
 
 @dataclass(frozen=True)
 class _Histogram:
-    """Bars in plot coordinates, and the ends of the horizontal axis."""
+    """Bars in plot coordinates, and the ends of the horizontal axis. `most` is the count of the tallest bar."""
 
     bars: Sequence[_Bar]
     low: float
@@ -88,7 +88,7 @@ class _Histogram:
 
 
 def render(report: Report) -> str:
-    """The page, as text."""
+    """Return the page as HTML."""
     numbers = [(name, _number(value)) for name, value in report.metrics.items()]
     histogram = _histogram(report.margins)
     return _PAGE.render(
@@ -107,10 +107,10 @@ def _number(value: float) -> str:
 
 
 def _histogram(margins: Sequence[float]) -> _Histogram:
-    """Bins of one width with an edge at zero, so that no bar mixes pairs won with pairs lost."""
+    """Return bins of equal width with an edge at zero, so that no bar mixes positive and negative margins."""
     values = np.asarray(margins, dtype=np.float64)
     width = max(float(np.ptp(np.append(values, 0.0))) / _BINS, 1e-9)
-    # Numbers of bins, not their edges: rounding could put a value outside of all.
+    # Count by bin number, not by bin edges: rounding could put a value outside all edges.
     numbers = np.floor(values / width).astype(int)
     first, last = min(int(numbers.min()), 0), max(int(numbers.max()), 0) + 1
     counts = np.bincount(numbers - first, minlength=last - first)
@@ -183,11 +183,11 @@ on the held-out pairs of <code>{{ report.pairs }}</code>.</p>
 {{ accuracies(report.by_source) }}
 {% endif %}
 <h2>Accuracy by length</h2>
-<p>A policy that took length for preference is right where the chosen response is longer, and wrong where it is shorter.</p>
+<p>A policy that learned only length is right if the chosen response is longer, and wrong if it is shorter.</p>
 {{ accuracies(report.by_length) }}
 <h2>Margins</h2>
-<p>Reward of the chosen response minus that of the rejected one, a pair each: to the right of zero the policy agrees
-with the label. The tallest bar stands for {{ "{:,}".format(histogram.most) }} pairs.</p>
+<p>The margin of a pair is the reward of the chosen response minus the reward of the rejected one. To the right of zero the
+policy agrees with the label. The tallest bar has {{ "{:,}".format(histogram.most) }} pairs.</p>
 <svg viewBox="0 -4 {{ width }} {{ height + 28 }}" width="{{ width }}" role="img" aria-label="Histogram of the margins">
 {% for bar in histogram.bars %}
 <rect x="{{ bar.left }}" y="{{ bar.top }}" width="{{ bar.width }}" height="{{ bar.height }}"
@@ -210,10 +210,10 @@ with the label. The tallest bar stands for {{ "{:,}".format(histogram.most) }} p
 {% endfor %}
 </table>
 {% else %}
-<p>The recipe asks for none (evaluation.samples is 0).</p>
+<p>There are no samples, because evaluation.samples is 0.</p>
 {% endif %}
 <h2>Pairs of greatest loss</h2>
-<p>Here labels that are wrong show first. Long texts are cut.</p>
+<p>Wrong labels show here first. Long texts are cut.</p>
 <table>
 <tr><th>Row</th><th>Loss</th><th>Margin</th><th>Prompt</th><th>Chosen</th><th>Rejected</th></tr>
 {% for pair in report.worst %}

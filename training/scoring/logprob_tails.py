@@ -3,7 +3,8 @@
 The table has sums over all tokens only, because no other option needs more. Single tokens are in the log-prob cache. Sequences
 that the cache lacks (removed, corrupt, or scored by another version) are scored again.
 
-Legend: P pairs, V selected pairs, K bytes of a key. The 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
+Legend: P pairs, V selected pairs, M missing sequences, K bytes of a key. The 2V responses have places: the chosen ones
+0..V-1, then the rejected ones.
 """
 
 import gc
@@ -35,7 +36,8 @@ def read_table(
 ) -> LogProbTable:
     """Return the job's table of reference log-probs.
 
-    If `loss` needs tails, the table has `tails_P2` for the pairs at `positions_V`, and NaN for the others. Raises TrainingError.
+    If `loss` needs tails, the table has `tails_P2` for the pairs at `positions_V`, and NaN for the others. Raises
+    TrainingError.
     """
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     if not loss.needs_token_logprobs:
