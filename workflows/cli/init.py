@@ -1,4 +1,4 @@
-"""The command `pedigree init`: a recipe to start from, with training settings that suit the data and the model."""
+"""The command `pedigree init`: a new recipe, with training settings for the data and the model."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from workflows.recipes.scaffold import init_recipe
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 @reporting
 def init(folder: Path, data: str | None, model: str | None, as_json: bool) -> None:
-    """Write a recipe: FOLDER/defs.yaml. Without --data and --model, these are to be filled in."""
+    """Write a recipe: FOLDER/defs.yaml. Without --data and --model, fill them in later."""
     file = init_recipe(folder, data, model)
-    missing = [field for field, given in (("data.sources", data), ("reference.model", model)) if given is None]
+    missing = [field for field, value in (("data.sources", data), ("reference.model", model)) if value is None]
     print_found(as_json, {"file": str(file)}, tables.new_recipe, file, missing)

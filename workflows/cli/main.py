@@ -1,4 +1,4 @@
-"""The command `pedigree`: what is typed, which function does it, and how the result is shown."""
+"""The command `pedigree`: its subcommands, their functions, and the output of results."""
 
 import logging
 import sys
@@ -56,14 +56,14 @@ _recipe = click.argument("recipe")
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
 
-    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml; with / and a name
-    behind it, one of its variants: demo/hinge.
+    RECIPE is the name of a recipe in workflows/defs, or the path of any folder with a defs.yaml. Append / and a name for one
+    of its variants: demo/hinge.
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
-    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # of what is thrown away, with a traceback
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it raises everything it logs
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs discarded connections with a traceback
 
 
 @main.command()
@@ -90,28 +90,28 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 
 
 def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) -> None:
-    """Run one after the other, until somebody stops them. What fails outside its assets has an `error` and no report."""
-    told: list[dict[str, Any]] = []
+    """Run one recipe after the other, until an interruption. One that fails outside its assets has an `error` and no report."""
+    reports: list[dict[str, Any]] = []
     for loaded in found:
         people.print(f"[bold]{loaded.pipeline.name}[/]")
         try:
             report = _run(loaded, select)
         except REFUSALS as error:
             message = explained(error)
-            told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": message})
+            reports.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": message})
             print_error(message)
             is_stopped = is_interruption(message)
         else:
-            told.append(_json_of(report))
+            reports.append(_json_of(report))
             is_stopped = report.interrupted
             if not as_json:
                 tables.run_report(results, report, with_samples=False)
         if is_stopped:
             break
     if as_json:
-        print_json({"recipe": found[0].pipeline.name, "runs": told})
-    if failed := [each["recipe"] for each in told if not each["succeeded"]]:
-        people.print(f"{len(told)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
+        print_json({"recipe": found[0].pipeline.name, "runs": reports})
+    if failed := [report["recipe"] for report in reports if not report["succeeded"]]:
+        people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
 
 
@@ -129,7 +129,7 @@ def _json_of(report: RunReport) -> dict[str, Any]:
 @_as_json
 @reporting
 def status(recipe: str, as_json: bool) -> None:
-    """Which assets are fresh, stale or missing at this moment, and why."""
+    """Show which assets are fresh, stale or missing now, and why."""
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = find_status(loaded.pipeline, services, instance)
@@ -142,7 +142,7 @@ def status(recipe: str, as_json: bool) -> None:
 @_as_json
 @reporting
 def plan(recipe: str, as_json: bool) -> None:
-    """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
+    """Show what a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         planned = make_plan(loaded.pipeline, services, instance)
@@ -156,7 +156,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_as_json
 @reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
-    """Hash everything the recipe is made from, and score some pairs again."""
+    """Hash all artifacts of the recipe again, and score some pairs again."""
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = do_verify(loaded.pipeline, services, instance, rows)
@@ -168,12 +168,12 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 @main.command()
 @_recipe
 @click.option("--row", type=click.IntRange(min=0), required=True, help="A row of raw_preferences.")
-@click.option("--score", is_flag=True, help="Compute the policy's log-probs where its evaluation does not have them.")
+@click.option("--score", is_flag=True, help="Compute the policy's log-probs if its evaluation lacks them.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the pair as a page to this file.")
 @_as_json
 @reporting
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
-    """One pair: its messages, tokens, trained tokens and log-probs."""
+    """Show one pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = inspect_row(loaded.pipeline, services, instance, row, score)
@@ -183,7 +183,8 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
             write_page(html, page)
         except OSError as error:
             raise StoreError(
-                f"`--html {html}` cannot be written: {error.filename or html}: {error.strerror}; name another file"
+                f"`--html {html}` cannot be written: {error.filename or html}: {error.strerror}; name another file",
+                "unwritable-file",
             ) from error
         people.print(f"Written: {html.absolute()}", markup=False)
     print_found(as_json, asdict(found), tables.inspected, found)
@@ -191,20 +192,20 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 
 @main.command()
 @click.argument("recipes", nargs=-1, required=True)
-@click.option("--source", metavar="NAME", help="On the held-out pairs of the sources with this `name` alone.")
+@click.option("--source", metavar="NAME", help="Use only the held-out pairs of sources with this `name`.")
 @_as_json
 @reporting
 def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None:
-    """What was last evaluated, side by side.
+    """Compare the latest evaluations side by side.
 
-    Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all
-    its variants.
+    Show different settings, results, and the paired differences to the first recipe. A single RECIPE is compared with its
+    variants.
     """
     found = _find(recipes[0]) if len(recipes) == 1 else [_find(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
-        raise UsageError(f"{times} of the recipes to compare are called {name}; name each of them once")
+        raise UsageError(f"{times} of the recipes to compare are called {name}; name each once", "duplicate-recipe")
     with at_work() as (services, instance):
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
     print_found(as_json, asdict(comparison), tables.comparison, comparison)
@@ -220,18 +221,18 @@ def rollback(name: str, as_json: bool) -> None:
     services = build_services(pedigree_home())
     with promotion_lock(services.store, name):
         restored, left = services.registry.rollback(name)
-    told = {"model": name, "champion": restored.number, "rolled_back": left.number}
-    print_found(as_json, told, tables.rolled_back, name, restored, left)
+    result = {"model": name, "champion": restored.number, "rolled_back": left.number}
+    print_found(as_json, result, tables.rolled_back, name, restored, left)
 
 
 @main.command()
-@click.option("--delete", is_flag=True, help="Remove it; without this, only say what would go.")
+@click.option("--delete", is_flag=True, help="Delete the files; without this, only list them.")
 @_as_json
 @reporting
 def gc(delete: bool, as_json: bool) -> None:
-    """Find what nothing refers to any more, and delete it if asked to.
+    """Find unreferenced files, and delete them with --delete.
 
-    Registered versions, latest materializations, and unfinished runs and jobs keep what they refer to.
+    Registered versions, latest materializations, and unfinished runs and jobs keep their references.
     """
     with at_work() as (services, instance):
         found = collect(services, instance, delete)
@@ -243,7 +244,7 @@ for _command in (init, ui, rescore, serve, chat):
 
 
 def _find(recipe: str) -> list[LoadedRecipe]:
-    """The recipe and its variants. Raises UsageError where another recipe has one of their names in this home."""
+    """Return the recipe and its variants. Raises UsageError if another recipe in this home uses one of their names."""
     found = find_recipes(recipe)
     for loaded in found:
         check_name_is_free(pedigree_home(), loaded.pipeline)

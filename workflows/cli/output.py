@@ -1,7 +1,7 @@
-"""How a command ends: what it found on stdout, what people read meanwhile on stderr, and an exit code.
+"""The output of a command: the result on stdout, messages for the user on stderr, and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe or option. With `--json`, stdout holds one JSON object and
-nothing else; where a command failed before it had a result, that object has an `error`.
+nothing else; if the command fails without a result, that object has an `error`.
 """
 
 import json
@@ -26,19 +26,19 @@ from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import SHARED_HOME_HINT, free_bytes
 from workflows.orchestration.resources import pedigree_home
 
-_STDOUT, _STDERR = 1, 2  # as processes inherit them, whatever stands for them in this one
+_STDOUT, _STDERR = 1, 2  # the inherited descriptors, even if this process replaced the streams
 P = ParamSpec("P")
 
-# What a person can act on: our own errors; what the operating system refuses, such as a disk that is full, a folder nobody may
-# write to, or a database on either; and Ctrl-C.
+# Errors for the user to act on: ours; those of the operating system or a database, such as a full disk or a read-only
+# folder; and Ctrl-C.
 REFUSALS = (PedigreeError, OSError, DatabaseError, dg.DagsterExecutionInterruptedError, KeyboardInterrupt)
-# Pictures of what would move the cursor, name the window or fill the clipboard; rich itself leaves most of it as it is.
+# Visible symbols for control characters: they could move the cursor, name the window or fill the clipboard. rich keeps most.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _PICTURES |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 
 
 class SanitizedConsole(Console):
-    """Shows text that comes from data, templates or files, and obeys none of it."""
+    """Shows text from data, templates or files without its control characters."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -50,20 +50,20 @@ people = SanitizedConsole(stderr=True, highlight=False)
 
 
 class JsonGroup(click.Group):
-    """Commands whose wrong use, as click tells it on stderr, is an object on stdout too if `--json` is among the words."""
+    """Commands that report wrong use on stdout too, as a JSON object, if `--json` is among the arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with _told_in_json(args):
+        with _usage_errors_in_json(args):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _told_in_json(ctx.args):
+        with _usage_errors_in_json(ctx.args):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _told_in_json(words: Sequence[str]) -> Iterator[None]:
-    wants_json = "--json" in words  # before click takes them
+def _usage_errors_in_json(arguments: Sequence[str]) -> Iterator[None]:
+    wants_json = "--json" in arguments  # before click removes it
     try:
         yield
     except click.UsageError as error:
@@ -73,9 +73,9 @@ def _told_in_json(words: Sequence[str]) -> Iterator[None]:
 
 
 def reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """One of `REFUSALS` ends the command with its message and its exit code, without a traceback.
+    """Let an error in `REFUSALS` end the command with its message and exit code, without a traceback.
 
-    All that a command does is of one state of the hub.
+    The whole command uses one state of the Hub.
     """
 
     @wraps(command)
@@ -83,7 +83,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
         try:
             with pin_hub_revisions():
                 return command(*args, **kwargs)
-        except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
+        except BrokenPipeError:  # the reader stopped, as `head` does: click ends quietly
             raise
         except REFUSALS as error:
             message = explained(error)
@@ -91,7 +91,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             if not isinstance(error.__cause__, DatabaseError):
                 raise
-            # Dagster's storage in Postgres tries again for a while, and then has an error of its own.
+            # Dagster's Postgres storage retries for a while, then raises its own error.
             message, code = explained(error.__cause__), PedigreeError.exit_code
         if kwargs.get("as_json"):
             print_json({"error": message})
@@ -102,24 +102,24 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def explained(error: BaseException) -> str:
-    """What a person reads of one of `REFUSALS`."""
+    """Return the message for one of `REFUSALS`."""
     match error:
         case KeyboardInterrupt() | dg.DagsterExecutionInterruptedError():
             return str(error) or INTERRUPTED
         case PermissionError():
             return f"{error}; {SHARED_HOME_HINT}"
         case OSError():
-            return _refused(str(error))
+            return _with_home(str(error))
         case DatabaseError():
-            account = f"a database refuses: {' '.join(str(error.orig).split())}"
-            if (foreign := _foreign_database()) is not None:
-                return f"{account}: this user may not write {foreign}; {SHARED_HOME_HINT}"
-            return _refused(account)
+            message = f"a database refuses: {' '.join(str(error.orig).split())}"
+            if (database := _find_foreign_database()) is not None:
+                return f"{message}: this user may not write {database}; {SHARED_HOME_HINT}"
+            return _with_home(message)
     return str(error)
 
 
 def print_error(message: str) -> None:
-    # Not wrapped: paths stay whole, and what is piped has the lines it was given.
+    # Not wrapped: paths stay whole, and piped text keeps its lines.
     people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
@@ -130,7 +130,7 @@ def print_found(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> None:
-    """What a command has found, on stdout: as JSON, or as `shown` shows its arguments to people."""
+    """Print the result of a command on stdout: as JSON, or through `shown` for the user."""
     if as_json:
         print_json(found)
     else:
@@ -139,7 +139,7 @@ def print_found(
 
 @contextmanager
 def stdout_for_results() -> Iterator[None]:
-    """What is printed within, by checks of a person's own or by processes they start, goes to stderr."""
+    """Redirect output to stderr meanwhile, from the user's checks or their child processes."""
     sys.stdout.flush()
     kept = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)
@@ -156,17 +156,17 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode) + "\n")
 
 
-def _foreign_database() -> Path | None:
-    """A database of the home that belongs to another user, or a journal of one: SQLite does not say which it may not write."""
+def _find_foreign_database() -> Path | None:
+    """Return a database or journal of the home owned by another user: SQLite does not name the file it cannot write."""
     home = pedigree_home()
-    places = (home / "mlflow", Path(os.environ.get("DAGSTER_HOME") or home / "dagster"))
-    found = (path for place in places for path in place.rglob("*.db*"))
-    return next((path for path in found if not os.access(path, os.W_OK)), None)
+    folders = (home / "mlflow", Path(os.environ.get("DAGSTER_HOME") or home / "dagster"))
+    paths = (path for folder in folders for path in folder.rglob("*.db*"))
+    return next((path for path in paths if not os.access(path, os.W_OK)), None)
 
 
-def _refused(account: str) -> str:
+def _with_home(message: str) -> str:
     home = pedigree_home()
     return (
-        f"{account}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
-        "what was finished is kept, and the same command goes on from there"
+        f"{message}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
+        "finished work is kept, and the same command continues from there"
     )

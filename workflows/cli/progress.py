@@ -1,4 +1,4 @@
-"""What people see in the terminal while jobs run: bars, or plain lines where stderr is no terminal."""
+"""The progress of jobs in the terminal: bars, or plain lines if stderr is not a terminal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +20,12 @@ from workflows.orchestration.resources import build_services, dagster_instance, 
 
 _SECONDS_BETWEEN_LINES = 60.0
 _NO_ASSET = "files"
-_WHAT_IS_LEFT = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # of the line's width: figures come before words
+_REMAINING_WIDTH = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # figures come before text
 
 
 @contextmanager
 def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
-    """What most commands work with. How far their jobs are is shown meanwhile, and how far files are hashed beside them."""
+    """Yield the services and the Dagster instance for a command. Meanwhile show the progress of jobs and of hashing."""
     with (
         ProgressBars(people) as progress,
         dagster_instance() as instance,
@@ -35,9 +35,9 @@ def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
 
 
 class ProgressBars:
-    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
+    """One line per asset while its job runs: progress, phase, loss, and time left.
 
-    Where the console is no terminal, as in CI, a line for each phase, and one a minute.
+    If the console is not a terminal, as in CI, print a line for each phase, and one a minute.
     """
 
     def __init__(self, console: Console):
@@ -48,7 +48,7 @@ class ProgressBars:
             progress.BarColumn(bar_width=16),
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[unit]}  {task.fields[left]}"),
-            progress.TextColumn("{task.fields[detail]}", table_column=_WHAT_IS_LEFT),
+            progress.TextColumn("{task.fields[detail]}", table_column=_REMAINING_WIDTH),
             expand=True,
             console=console,
             disable=not console.is_terminal,
@@ -69,7 +69,7 @@ class ProgressBars:
         task = self._task(event["asset"])
         match event["event"]:
             case "phase":
-                self._bars.tasks[task].total = None  # for `update` it would mean: as before
+                self._bars.tasks[task].total = None  # None in `update` means unchanged
                 self._bars.update(task, completed=0, unit="", left="", detail=escape(event["phase"]))
             case "note":
                 self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")

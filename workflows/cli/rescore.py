@@ -1,7 +1,7 @@
-"""The command `pedigree rescore`: what to do where the proof of step 0 refutes the stored log-probs of the reference model.
+"""The command `pedigree rescore`: the remedy if the reference check fails because of stored log-probs of the reference model.
 
-They are kept for good, and found by their weights, dtype and tokens; so whatever made them wrong, a file that changed unseen
-say, no other command makes them anew.
+They are kept forever, and found by weights, dtype and tokens. So after any error in them, such as an unnoticed change of a
+file, no other command computes them again.
 """
 
 from dataclasses import asdict
@@ -26,7 +26,7 @@ from workflows.recipes.discovery import find_recipes
 def rescore(recipe: str, as_json: bool) -> None:
     """Set aside all log-probs of the reference model: the next run scores every response again.
 
-    For log-probs that are not right, as the proof of step 0 or `pedigree verify` says.
+    Use it if the reference check or `pedigree verify` finds wrong log-probs.
     """
     pipeline = find_recipes(recipe)[0].pipeline
     check_name_is_free(pedigree_home(), pipeline)

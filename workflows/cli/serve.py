@@ -1,4 +1,4 @@
-"""The commands `pedigree serve` and `pedigree chat`: a released version behind an address, or in the terminal."""
+"""The commands `pedigree serve` and `pedigree chat`: a released version at an address, or in the terminal."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ _model = click.argument("model", metavar="MODEL[@ALIAS|/VERSION]")
 
 @click.command()
 @_model
-@click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port, if it is free.")
 @reporting
 def serve(model: str, host: str, port: int) -> None:
@@ -30,7 +30,7 @@ def serve(model: str, host: str, port: int) -> None:
 
     MODEL is a recipe's `release.model_name`, by default its champion. No temperature, or 0, is greedy.
     """
-    version, folder = _released(model)
+    version, folder = _find_version(model)
     with (
         suppress(KeyboardInterrupt),
         model_server(version, folder, _logs(), host, port, people.print) as address,
@@ -41,25 +41,27 @@ def serve(model: str, host: str, port: int) -> None:
 
 @click.command()
 @_model
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Above 0 it samples; 0 is greedy.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of an answer.")
-@click.option("--system", metavar="TEXT", help="A system message, to begin with.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy; above 0 it samples.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Maximum length of an answer."
+)
+@click.option("--system", metavar="TEXT", help="A system message for the beginning.")
 @reporting
 def chat(model: str, temperature: float, max_tokens: int, system: str | None) -> None:
     """Talk to a released model: a line is a question. Ctrl-C ends an answer, Ctrl-D the conversation.
 
     MODEL is a recipe's `release.model_name`, by default its champion.
     """
-    version, folder = _released(model)
+    version, folder = _find_version(model)
     settings = {"model": version.name, "temperature": temperature, "max_tokens": max_tokens}
-    said = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": system}] if system else []
     with suppress(KeyboardInterrupt), model_server(version, folder, _logs(), LOOPBACK, 0, people.print) as address:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C they end more than an answer
+        for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C, they end the whole command
             signal.signal(number, _end)
-        converse(Conversation(address, settings, said), _write, print_error)
+        converse(Conversation(address, settings, messages), _write, print_error)
 
 
-def _released(model: str) -> tuple[Version, Path]:
+def _find_version(model: str) -> tuple[Version, Path]:
     prepare_home(pedigree_home())
     registry: Registry = build_services(pedigree_home()).registry
     version = named_version(model, registry)

@@ -1,4 +1,4 @@
-"""What people see in the terminal when a command is done: tables, and a few lines below them."""
+"""The results of commands in the terminal: tables, with a few lines below."""
 
 import shlex
 from collections.abc import Sequence
@@ -35,17 +35,17 @@ _SHOWN_SAMPLES = 8
 
 
 def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
-    """Where it is, and what comes next: to fill in what is `missing`."""
+    """Show the path of the recipe, the `missing` fields, and the next command."""
     fill_in = f"Fill in {' and '.join(f'`{field}`' for field in missing)}; then " if missing else ""
     console.print(
-        f"Written: {file}. {fill_in}`pedigree plan {shlex.quote(str(file.parent))}` says what a run would do.",
+        f"Written: {file}. {fill_in}`pedigree plan {shlex.quote(str(file.parent))}` shows the work of a run.",
         markup=False,
         soft_wrap=True,
     )
 
 
 def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
-    """The assets with their outcome, answers before and after, held-out metrics; last what failed, or became champion."""
+    """Show the assets with their outcome, sampled answers, held-out metrics, the release, and failures at the end."""
     table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         outcome, seconds = _coloured(asset.outcome), f"{asset.seconds:.1f}"
@@ -63,7 +63,7 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
         verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
         console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
     failed = [asset for asset in report.assets if asset.error is not None]
-    for error in dict.fromkeys(asset.error for asset in failed):  # one cause may fail several, as a lost model does
+    for error in dict.fromkeys(asset.error for asset in failed):  # one cause, such as a missing model, may fail several
         names = ", ".join(asset.asset for asset in failed if asset.error == error)
         console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
     if report.error is not None:
@@ -75,24 +75,24 @@ def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
     count = min(len(samples), _SHOWN_SAMPLES)
     title = "Held-out answers" if count == len(samples) else f"Held-out answers ({count} of {len(samples)})"
     table = Table("prompt", "before", "after", title=title, show_lines=True)
-    for sample in (samples[at * len(samples) // count] for at in range(count)):
-        said = (_end(sample["prompt"]), _beginning(sample["before"]), _beginning(sample["after"]))
-        table.add_row(*map(escape, said))
+    for sample in (samples[index * len(samples) // count] for index in range(count)):
+        cells = (_end(sample["prompt"]), _beginning(sample["before"]), _beginning(sample["after"]))
+        table.add_row(*map(escape, cells))
     console.print(table)
 
 
 def _beginning(text: str) -> str:
-    """Enough to recognize it by: the report of the evaluation has all of it."""
+    """Return the beginning of the text; the evaluation's report has all of it."""
     return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].strip()} ..."
 
 
 def _end(text: str) -> str:
-    """Of a prompt the end, since many begin with the same long message of the system."""
+    """Return the end of a prompt, as many begin with the same long system message."""
     return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"... {text[-_SHOWN_CHARACTERS:].strip()}"
 
 
 def _metrics(console: Console, report: RunReport) -> None:
-    """Show the held-out metrics, and below them the address of the charts in one piece."""
+    """Show the held-out metrics, and below them the address of the charts, unwrapped."""
     table = Table("held-out metric", "value", title="Evaluation")
     for name, value in report.metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
@@ -111,7 +111,7 @@ def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -
 
 
 def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) -> None:
-    """One sentence, then the assets with their work and why."""
+    """Show one sentence, then the assets with their work and causes."""
     console.print(f"{escape(pipeline.name)}: {sentence(planned)}")
     table = Table("asset", "action", "work", "cause", title=f"Plan of {pipeline.name}")
     for asset in planned:
@@ -124,42 +124,42 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
 
 
 def comparison(console: Console, found: Comparison) -> None:
-    """A row a recipe, its settings below its name; below each mean its difference to the first, bright if more than noise."""
-    first = next((each for each in found.recipes if each.recipe == found.against), None)
+    """Show a row per recipe, with its settings; each mean with its difference to the first, bright if above noise."""
+    first = next((item for item in found.recipes if item.recipe == found.against), None)
     title = "As last evaluated" + (f", on {first.pairs} held-out pairs" if first else "")
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("recipe and its settings", overflow="fold")
     for name in SHOWN_VALUES:
         table.add_column(name, no_wrap=True)
-    for each in found.recipes:
-        told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
-        lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
-        about = "\n".join([f"[bold]{each.recipe}[/]", *map(escape, lines)])
-        table.add_row(about, *(_compared(each, name) for name in SHOWN_VALUES), end_section=True)
+    for item in found.recipes:
+        settings = item.settings.items() if first in (item, None) else item.settings.items() - first.settings.items()
+        lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(settings) if value is not None]
+        cell = "\n".join([f"[bold]{item.recipe}[/]", *map(escape, lines)])
+        table.add_row(cell, *(_compared_value(item, name) for name in SHOWN_VALUES), end_section=True)
     console.print(table)
-    for each in found.recipes:
-        for note in each.notes:
-            console.print(f"[yellow]{each.recipe}:[/] {escape(note)}")
-    if any(each.differences for each in found.recipes):
+    for item in found.recipes:
+        for note in item.notes:
+            console.print(f"[yellow]{item.recipe}:[/] {escape(note)}")
+    if any(item.differences for item in found.recipes):
         console.print(
-            f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim where it is less "
-            "than two of them: chance explains it. Margins are in nats, before beta. A loss is shown only where it is the same "
-            "function of the same reference."
+            f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim if less than two of "
+            "them: chance explains it. Margins are in nats, before beta. A loss is shown only if it is the same function of "
+            "the same reference."
         )
 
 
-def _compared(each: Compared, measure: str) -> str:
-    if measure not in each.means:
-        return "other loss" if each.means else ""
-    value = f"{each.means[measure]:.3f}"
-    if (by := each.differences.get(measure)) is None:
+def _compared_value(item: Compared, measure: str) -> str:
+    if measure not in item.means:
+        return "other loss" if item.means else ""
+    value = f"{item.means[measure]:.3f}"
+    if (difference := item.differences.get(measure)) is None:
         return value
-    style = "bold" if abs(by.mean) > 2 * by.standard_error else "dim"
-    return f"{value}\n[{style}]{by.mean:+.3f} ± {by.standard_error:.3f}[/]"
+    style = "bold" if abs(difference.mean) > 2 * difference.standard_error else "dim"
+    return f"{value}\n[{style}]{difference.mean:+.3f} ± {difference.standard_error:.3f}[/]"
 
 
 def verification(console: Console, found: Verification) -> None:
-    """What was hashed again, and what was scored again, with what differs."""
+    """Show the assets hashed again and the pairs scored again, with differences."""
     table = Table("asset", "fingerprint", "", "fault", title=f"Recipe {found.recipe}: hashed again")
     for asset in found.artifacts:
         verdict = _coloured("ok" if asset.ok else "differs")
@@ -179,7 +179,7 @@ def verification(console: Console, found: Verification) -> None:
 
 
 def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
-    """How many log-probs are out of the way, where they are, and what makes new ones."""
+    """Show how many log-probs were set aside, their folders, and the command that scores them again."""
     shards, tables = _counted(found.shards, "shard"), _counted(len(found.tables), "table")
     console.print(
         f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until "
@@ -195,10 +195,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def rolled_back(console: Console, name: str, restored: Version, left: Version) -> None:
-    """Which version of the model is champion again."""
+    """Show which version of the model is champion again."""
     console.print(
-        f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
-        "promoted again.",
+        f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and will not "
+        "be promoted again.",
         markup=False,
     )
 
@@ -222,15 +222,15 @@ def _count(count: int | None) -> str:
 
 
 def inspected(console: Console, found: InspectedRow) -> None:
-    """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
+    """Show the pair's messages, then each response with its trained tokens underlined and its log-probs."""
     origin = f"{found.messages['source']}, line {found.messages['line']}"
     console.print(f"[bold]row {found.row}[/], {found.split} split, from {escape(origin)}", soft_wrap=True)
     for name in ("tools", "chat_template_kwargs"):
-        if given := found.messages.get(name):
-            console.print(f"[dim]{name}:[/] {escape(given)}")
+        if value := found.messages.get(name):
+            console.print(f"[dim]{name}:[/] {escape(value)}")
     for message in found.messages["prompt"]:
-        said = " ".join(filter(None, (message.get(part) for part in ("reasoning_content", "content", "tool_calls"))))
-        console.print(f"[dim]{escape(message['role'])}:[/] {escape(said)}")
+        text = " ".join(filter(None, (message.get(part) for part in ("reasoning_content", "content", "tool_calls"))))
+        console.print(f"[dim]{escape(message['role'])}:[/] {escape(text)}")
     for name, side in (("chosen", found.chosen), ("rejected", found.rejected)):
         console.print(f"\n[bold]{name}[/]: {len(side.token_ids)} tokens, {sum(side.mask)} of them trained")
         console.print(_tokens(side), soft_wrap=True)

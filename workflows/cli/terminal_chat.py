@@ -1,4 +1,4 @@
-"""A conversation with a served model in the terminal: a line is a question, and its answer is shown as it comes."""
+"""A conversation with a served model in the terminal: each line is a question, and its answer is streamed."""
 
 import importlib
 import json
@@ -18,14 +18,17 @@ _DATA, _DONE = "data: ", "[DONE]"
 
 @dataclass
 class Conversation:
-    """What was said so far, and how answers are asked for, at the address of a server."""
+    """The messages so far, and the address and settings for requests."""
 
     address: str
     settings: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Iterator[str]:
-        """The parts of the answer. What came of it is remembered, and nothing if it failed. Raises OSError."""
+        """Yield the parts of the answer.
+
+        Remember a partial answer, but forget the question if it failed at once. Raises OSError.
+        """
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         try:
@@ -53,7 +56,7 @@ class Conversation:
 
 
 def converse(conversation: Conversation, write: Callable[[str], object], complain: Callable[[str], None]) -> None:
-    """Answer each line of stdin until its end. Ctrl-C ends an answer; raises KeyboardInterrupt when a question is due."""
+    """Answer each line of stdin until its end. Ctrl-C ends an answer; at the prompt it raises KeyboardInterrupt."""
     for question in _questions():
         try:
             for part in conversation.ask(question):
@@ -62,14 +65,14 @@ def converse(conversation: Conversation, write: Callable[[str], object], complai
             if not sys.stdin.isatty():
                 raise
         except OSError as error:
-            complain(_told(error))
+            complain(_error_text(error))
         write("\n")
 
 
 def _questions() -> Iterator[str]:
     prompt = ""
     if sys.stdin.isatty():
-        importlib.import_module("readline")  # `input` then has a history; elsewhere its import may print
+        importlib.import_module("readline")  # gives `input` a history; without a terminal, its import may print
         prompt = _PROMPT
     while True:
         try:
@@ -81,13 +84,13 @@ def _questions() -> Iterator[str]:
 
 
 def _content(part: dict[str, Any]) -> str:
-    """The text in a part of an answer. Raises OSError if it tells of a failure."""
+    """Return the text in a part of an answer. Raises OSError if the part is an error."""
     if "error" in part:
         raise OSError(str(part["error"]))
     return "".join(choice["delta"].get("content") or "" for choice in part["choices"])
 
 
-def _told(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     if not isinstance(error, urllib.error.HTTPError):
         return str(error)
     with error:

@@ -1,4 +1,4 @@
-"""The command `pedigree ui`: which recipes it shows, and the addresses that it prints."""
+"""The command `pedigree ui`: the recipes to show, and the printed addresses."""
 
 import os
 import threading
@@ -41,19 +41,19 @@ _port = click.IntRange(1, 65535)
 )
 @reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
-    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
+    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen only on loopback.
 
     RECIPES are the recipes to show, or folders of recipes. Without them, the recipes of the project are shown.
     """
     home = pedigree_home()
-    places = [recipe_place(text) for text in recipes]
-    if places:
-        os.environ[ALONE_VARIABLE] = os.pathsep.join(map(str, places))
+    folders = [recipe_place(text) for text in recipes]
+    if folders:
+        os.environ[ALONE_VARIABLE] = os.pathsep.join(map(str, folders))
     listed = extra_recipes()
-    _report_problems(listed, places)
+    _report_problems(listed, folders)
     services = build_services(home)
     registry = services.registry
-    # The servers' processes would make the tables of a new home all at once.
+    # Otherwise the servers' processes would all make the tables of a new home at once.
     with dagster_instance() as instance:
         for address in {registry.tracking_uri, registry.uri}:
             connect(address)
@@ -68,28 +68,28 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
 
 
 def _report_problems(listed: list[ExtraRecipe], named: list[Path]) -> None:
-    """Tell what is wrong with the recipes `listed`. Raises it for a recipe that the command has named itself."""
+    """Print the errors in the recipes `listed`. Raise the error of a recipe named in the command."""
     for extra in listed:
-        if (wrong := extra.fault or recipe_problem(extra.folder)) is None:
+        if (error := extra.fault or recipe_problem(extra.folder)) is None:
             continue
         if extra.folder in named:
-            raise wrong
-        people.print(f"{wrong}\nThe runs of {extra.name} fail until that is mended.", markup=False, soft_wrap=True)
+            raise error
+        people.print(f"{error}\nThe runs of {extra.name} fail until it is repaired.", markup=False, soft_wrap=True)
 
 
 def _pages_of_runs(mlflow: str, services: Services, listed: list[ExtraRecipe]) -> list[str]:
-    """Return the address of the runs of each recipe that has some; if none has, that of the list of experiments.
+    """Return the address of the runs of each recipe with runs; if there are no runs, the list of experiments.
 
-    A click on an experiment in that list opens MLflow's page for chat traces, which is empty.
+    From that list, a click leads to MLflow's page for chat traces, which is empty.
     """
-    found = (services.tracker.experiment_id(name) for name in dict.fromkeys(_experiments(listed)))
-    pages = [page(mlflow, f"experiments/{number}/runs") for number in found if number is not None]
+    numbers = (services.tracker.experiment_id(name) for name in dict.fromkeys(_experiments(listed)))
+    pages = [page(mlflow, f"experiments/{number}/runs") for number in numbers if number is not None]
     return pages or [page(mlflow, "experiments")]
 
 
 def _experiments(listed: list[ExtraRecipe]) -> Iterator[str]:
-    """Yield the names of the experiments of all recipes that are shown."""
+    """Yield the names of the experiments of all recipes shown."""
     folders = [*(recipes_in(DEFS) if shows_project() else ()), *(extra.folder for extra in listed)]
     for folder in folders:
-        with suppress(PedigreeError):  # what is wrong with it was told
+        with suppress(PedigreeError):  # its error was printed before
             yield from (loaded.pipeline.family for loaded in load_recipes(folder))

@@ -1,1 +1,1 @@
-"""What the commands do, without their output."""
+"""The work of the commands, without their output."""

@@ -1,12 +1,12 @@
-"""Evaluations side by side: in which settings they differ, in which results, and how much of that is noise.
+"""Evaluations side by side: their different settings, their results, and the noise of the differences.
 
-What counts is what was last evaluated, with the settings it was made with, whatever the files say by now; a note says where
-they differ. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
-that both saw: how hard a pair is cancels, and what is left has the standard error that the gate decides by.
+We compare the latest evaluations with the settings of their time; a note reports settings changed since. Every recipe is
+compared with the first one evaluated, pair by pair on the shared held-out pairs. So the difficulty of pairs cancels, and the
+standard error is the same as in the gate.
 
-Accuracy (the share of pairs whose chosen response the policy prefers more than the reference does) and margin (by how much, in
-nats, before beta) mean the same whatever the loss, over the same reference; a note says where it is another. A loss is compared
-with itself only: by the gate's rule, under the same settings and the same reference.
+Accuracy is the share of pairs with a positive margin; margin is in nats, before beta. Both mean the same for every loss over
+the same reference; a note reports another reference. A loss is compared only with itself: by the gate's rule, under the same
+settings and the same reference.
 """
 
 import statistics
@@ -27,7 +27,7 @@ from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
 SHOWN_VALUES = {"accuracy": accuracy, "margin": margin, "loss": loss}
-# Whose settings are which section of the recipe, and what stands there by its content, not by a path.
+# Artifacts by the section of the recipe for their settings, and artifacts shown there by content, not by path.
 _SECTIONS = {
     "raw_preferences": "data",
     "tokenization_spec": "tokenization",
@@ -41,10 +41,10 @@ _CONTENTS = {"preference_source": "data.sources", "base_model": "reference.model
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The last evaluation of a recipe; without `values` (by measure, then by pair) it has none.
+    """The last evaluation of a recipe; without `values` (by measure, then by pair) there is none.
 
-    `settings`: by dotted names, as in the recipe; `scale`: what a loss has to have in common to be compared; `prompts` by pair.
-    `lacks_source`: none of its pairs is of the sources that were asked for.
+    `settings` have the recipe's dotted names; losses are comparable if their `scale` is equal; `prompts` are by pair.
+    `lacks_source`: none of its pairs is from the requested sources.
     """
 
     recipe: str
@@ -59,7 +59,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """`settings`: those that are not the same in all; `means`: over its own pairs, without a loss that is of another scale."""
+    """`settings` are those with differences; `means` are over all its pairs, without a loss of another scale."""
 
     recipe: str
     settings: dict[str, str | None]
@@ -71,27 +71,30 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`against`: the recipe that the differences are to; None where nothing was evaluated."""
+    """`against`: the recipe as the basis of differences; None if nothing was evaluated."""
 
     against: str | None
     recipes: list[Compared]
 
 
 def compare(evaluated: Sequence[Evaluated]) -> Comparison:
-    """Every evaluation beside the first; those that are none have a word that says so.
+    """Compare every evaluation with the first one. Recipes without an evaluation have a note.
 
-    Raises UsageError where there is none because none has pairs of the sources that were asked for.
+    Raises UsageError if no recipe has pairs of the requested sources.
     """
-    seen = [each for each in evaluated if each.values]
-    if not seen and any(each.lacks_source for each in evaluated):
-        raise UsageError("\n".join(f"{each.recipe}: {'; '.join(each.notes)}" for each in evaluated))
-    names = dict.fromkeys(name for each in seen for name in each.settings)
-    differing = [name for name in names if len({each.settings.get(name) for each in seen}) > 1]
+    usable = [item for item in evaluated if item.values]
+    if not usable and any(item.lacks_source for item in evaluated):
+        message = "\n".join(f"{item.recipe}: {'; '.join(item.notes)}" for item in evaluated)
+        raise UsageError(message, "unknown-source-name")
+    names = dict.fromkeys(name for item in usable for name in item.settings)
+    differing = [name for name in names if len({item.settings.get(name) for item in usable}) > 1]
     return Comparison(
-        against=seen[0].recipe if seen else None,
+        against=usable[0].recipe if usable else None,
         recipes=[
-            _beside(seen[0], each, differing) if each.values else Compared(each.recipe, {}, 0, {}, {}, [*each.notes])
-            for each in evaluated
+            _compare_with(usable[0], item, differing)
+            if item.values
+            else Compared(item.recipe, {}, 0, {}, {}, [*item.notes])
+            for item in evaluated
         ],
     )
 
@@ -99,89 +102,91 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
 def last_evaluated(
     pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, source: str | None = None
 ) -> Evaluated:
-    """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none.
+    """Return the last evaluation of a pipeline. A corrupt one, or one with missing ancestors in the store, counts as missing.
 
-    With `source`, on the pairs of the sources of that name alone.
+    With `source`, use only the pairs of the sources with that name.
     """
     history = History(instance, pipeline, services.store)
-    found = history.latest("evaluation").fingerprint
-    if found is None:
+    fingerprint = history.latest("evaluation").fingerprint
+    if fingerprint is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     try:
-        return _evaluated(history, services, found, source)
+        return _read_evaluation(history, services, fingerprint, source)
     except StoreError as error:
         return Evaluated(pipeline.name, notes=(f"its evaluation cannot be used: {error}",))
 
 
-def _evaluated(history: History, services: Services, fingerprint: str, source: str | None) -> Evaluated:
+def _read_evaluation(history: History, services: Services, fingerprint: str, source: str | None) -> Evaluated:
     artifact = services.store.open("evaluation", fingerprint)
     rows = rows_by_pair(artifact, source)
     if not rows:
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
-        why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
-        return Evaluated(history.pipeline.name, notes=(why,), lacks_source=True)
-    stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
-    raw_preferences, notes = stood_on["raw_preferences"].fingerprint, _edited(history, services)
-    leakage = find_leakage(services.store, [stood_on["policy"].fingerprint], rows, raw_preferences)
+        note = f"none of its evaluated sources is named `{source}` (names: {', '.join(names) or 'none'})"
+        return Evaluated(history.pipeline.name, notes=(note,), lacks_source=True)
+    ancestors, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
+    raw_preferences, notes = ancestors["raw_preferences"].fingerprint, _change_notes(history, services)
+    leakage = find_leakage(services.store, [ancestors["policy"].fingerprint], rows, raw_preferences)
     if leaked := len(leakage.pairs):
-        notes += (f"policies that it started from were trained on the prompts of {leaked} of its {len(rows)} pairs",)
+        notes += (f"its starting policies were trained on the prompts of {leaked} of its {len(rows)} pairs",)
     if "reference_model" not in scale_of_loss:
-        notes += ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
+        notes += ("its loss has no reference: accuracy and margin are measured over the reference in the recipe",)
     return Evaluated(
         recipe=history.pipeline.name,
-        settings=_settings(stood_on),
+        settings=_settings(ancestors),
         scale=scale_of_loss,
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in SHOWN_VALUES.items()},
         notes=notes,
         prompts=prompts(rows, services.store.open("raw_preferences", raw_preferences)),
-        reference=stood_on["reference_model"].fingerprint,
+        reference=ancestors["reference_model"].fingerprint,
     )
 
 
-def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Compared:
-    measures = [name for name in SHOWN_VALUES if name != "loss" or each.scale == first.scale]
-    pairs, shared = len(each.values["accuracy"]), each.values["accuracy"].keys() & first.values["accuracy"].keys()
-    count = count_prompts(shared, each.prompts)
-    comparable = each is not first and count >= MIN_PROMPTS
-    notes = list(each.notes)
+def _compare_with(first: Evaluated, item: Evaluated, differing: Sequence[str]) -> Compared:
+    measures = [name for name in SHOWN_VALUES if name != "loss" or item.scale == first.scale]
+    pairs, shared = len(item.values["accuracy"]), item.values["accuracy"].keys() & first.values["accuracy"].keys()
+    count = count_prompts(shared, item.prompts)
+    comparable = item is not first and count >= MIN_PROMPTS
+    notes = list(item.notes)
     if len(shared) < max(pairs, len(first.values["accuracy"])):
-        few = "" if count >= MIN_PROMPTS else f", which is too few to compare ({MIN_PROMPTS} prompts are needed)"
+        few = "" if count >= MIN_PROMPTS else f", too few to compare ({MIN_PROMPTS} prompts are needed)"
         notes.append(f"evaluated on other pairs than {first.recipe}: {len(shared)} of {pairs} are common{few}")
-    elif each is not first and not comparable:
+    elif item is not first and not comparable:
         notes.append(
-            f"{len(shared)} held-out pairs are too few to tell a difference from chance ({MIN_PROMPTS} prompts are needed)"
+            f"{len(shared)} held-out pairs are too few to see a difference beyond chance ({MIN_PROMPTS} prompts are needed)"
         )
-    if each.reference != first.reference:
+    if item.reference != first.reference:
         notes.append(
-            f"its reference is not that of {first.recipe}, and its accuracy and margin are measured over its own"
+            f"its reference differs from {first.recipe}'s, and its accuracy and margin are measured over its own reference"
         )
     return Compared(
-        recipe=each.recipe,
-        settings={name: each.settings.get(name) for name in differing},
+        recipe=item.recipe,
+        settings={name: item.settings.get(name) for name in differing},
         pairs=pairs,
-        means={name: statistics.fmean(each.values[name].values()) for name in measures},
+        means={name: statistics.fmean(item.values[name].values()) for name in measures},
         differences={
-            name: paired_difference(each.values[name], first.values[name], each.prompts)
+            name: paired_difference(item.values[name], first.values[name], item.prompts)
             for name in (measures if comparable else ())
         },
         notes=notes,
     )
 
 
-def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
-    """What went into an evaluation, by the names of the recipe's fields; the loss is told once, as the policy's."""
-    found = {name: short(stood_on[kind].fingerprint) for kind, name in _CONTENTS.items()}
+def _settings(ancestors: Mapping[str, Ancestor]) -> dict[str, str]:
+    """Return the settings of an evaluation, by the names of the recipe's fields. The loss appears only as the policy's."""
+    settings = {name: short(ancestors[kind].fingerprint) for kind, name in _CONTENTS.items()}
     for kind, section in _SECTIONS.items():
-        settings = {k: v for k, v in stood_on[kind].derivation.settings.items() if (kind, k) != ("evaluation", "loss")}
-        found |= flatten({section: settings})
-    return {name: shortened(value) for name, value in found.items()}
+        section_settings = {
+            k: v for k, v in ancestors[kind].derivation.settings.items() if (kind, k) != ("evaluation", "loss")
+        }
+        settings |= flatten({section: section_settings})
+    return {name: shortened(value) for name, value in settings.items()}
 
 
-def _edited(history: History, services: Services) -> tuple[str, ...]:
-    """Whether a run would evaluate something else by now, in words. The release, which comes last, is not looked at."""
+def _change_notes(history: History, services: Services) -> tuple[str, ...]:
+    """Return a note if a run would now evaluate something else. The released model is not resolved."""
     try:
-        judged = judge(history, services, expect_state(history.pipeline, services))
-        found = next(each for each in judged if each.asset == "evaluation")
+        statuses = judge(history, services, expect_state(history.pipeline, services))
+        status = next(status for status in statuses if status.asset == "evaluation")
     except PedigreeError as error:
-        return (f"whether it is what the recipe says by now cannot be seen: {error}",)
-    return (f"evaluated before this changed: {'; '.join(found.causes)}",) if found.causes else ()
+        return (f"its current state cannot be resolved: {error}",)
+    return (f"evaluated before this changed: {'; '.join(status.causes)}",) if status.causes else ()

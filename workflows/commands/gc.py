@@ -1,20 +1,21 @@
-"""Garbage collection: finding and removing what nothing refers to any more under PEDIGREE_HOME.
+"""Garbage collection: find and remove unreferenced files under PEDIGREE_HOME.
 
-Kept is what is referred to by
-* a version of any model in the registry: its tags hold the fingerprints of its lineage;
-* the latest materialization of any asset of any recipe that this Dagster instance knows, fresh or stale;
-* a job in progress, that is, one whose key's lock is held; and whatever was made, or found in the store and used, since the
-  oldest unfinished run began, since Dagster may not have recorded it yet;
-with all its ancestors. The memo of a kept model is kept whole: it is what makes scoring cheap. An interrupted job keeps its
-folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day. Of
-versions that were downloaded from a server those stay that an alias points at, and all while a run is unfinished.
+These references keep an artifact and all its ancestors:
+* a version of any model in the registry, whose tags hold the fingerprints of its lineage;
+* the latest materialization of any asset of any recipe in this Dagster instance, fresh or stale;
+* a job in progress: the lock of its key is held;
+* creation or use since the start of the oldest unfinished run: Dagster may not have recorded it yet.
 
-The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
-under the lock of whoever would use it, so what came into use since it was found stays; downloads, which have none, stay if
-a run has begun since. What lies behind a symbolic link stays too, wherever that is put.
+The log-prob cache of a kept model is kept whole, as it makes scoring cheap. An interrupted job keeps its folder as long as it
+has checkpoints, and an unreadable job keeps it for a day. Downloaded versions stay if an alias points at them, and all stay
+while a run is unfinished.
 
-With it goes what Dagster noted of automation conditions, megabytes for each run they start, after 30 days. Dagster does that
-itself only where its daemon evaluates them, and ours are evaluated with the code of the recipes.
+The rest is removed: other artifacts, folders of ended jobs, abandoned staging folders, corrupt artifacts set aside. Each is
+removed under the lock of its users, so an item in use again stays. Downloads have no such lock, and stay if a run has begun.
+Folders behind a symbolic link stay too.
+
+Dagster's records of automation conditions, megabytes for each run, are removed after 30 days. Dagster removes them only if its
+daemon evaluates the conditions; ours are evaluated in the code of the recipes.
 """
 
 import shutil
@@ -57,7 +58,7 @@ _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class GarbageItem:
-    """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`, `download`; then `fingerprint` is a name."""
+    """`kind`: an artifact's kind, `memo/<rule>`, or `job`, `staging`, `corrupt`, `download` with a name as `fingerprint`."""
 
     kind: str
     fingerprint: str
@@ -66,7 +67,7 @@ class GarbageItem:
 
 @dataclass(frozen=True)
 class GcReport:
-    """`kept` counts the artifacts that stay; `deleted` says whether the garbage is gone or only named."""
+    """`kept` counts the kept artifacts; `deleted`: whether the garbage was deleted or only listed."""
 
     garbage: list[GarbageItem]
     bytes: int
@@ -75,10 +76,10 @@ class GcReport:
 
 
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> GcReport:
-    """Name what nothing refers to, and remove it if `delete`.
+    """List unreferenced files, and remove them if `delete`.
 
-    Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
-    it is unknown what a current artifact was made from: a run mends that first.
+    Raises RegistryError if the registry does not answer or is another one, StoreError if Dagster's instance is another one,
+    CorruptRecord if the ancestors of a current artifact are unknown: a run repairs that record.
     """
     check_same_instance(instance, services.home)
     fail_orphaned_runs(instance, services.home)
@@ -92,31 +93,33 @@ def collect(services: Services, instance: dg.DagsterInstance, delete: bool = Fal
 
 
 class GarbageCollector:
-    """One look at everything, and the removal of what it found."""
+    """A snapshot of all files and references, and the removal of garbage."""
 
     def __init__(self, services: Services, instance: dg.DagsterInstance):
         self._services, self._store, self._instance = services, services.store, instance
-        # Listed before their users are: what appears, or comes into use, later is no garbage.
-        self._used = {found: self._store.used(*found) for found in self._artifacts()}
+        # List files before references: a file made or used later is not garbage.
+        self._used = {reference: self._store.used(*reference) for reference in self._artifacts()}
         self._keys = cache(partial(keys_by_fingerprint, self._store))
         self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
         self._jobs = _folders((services.home / "jobs").resolve())
         self._since = self._oldest_unfinished_run()
 
     def garbage(self) -> Iterator[GarbageItem]:
-        kept = self.kept  # nothing is garbage before it is sure that this can be known
+        kept = self.kept  # first, as it raises if references are unknown
         for kind, name in self._used:
             if (kind, name) not in kept and kind.removeprefix(_MEMO) not in self._kept_rules:
-                yield _garbage(kind, self._store.folder(kind, name))
-        yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
-        yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
-        yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
+                yield _garbage_item(kind, self._store.folder(kind, name))
+        yield from (_garbage_item("job", folder) for folder in self._jobs if self._is_finished(folder))
+        yield from (
+            _garbage_item("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder)
+        )
+        yield from (_garbage_item("corrupt", folder) for folder in self._folders["corrupt"])
         if self._since is None:
             for name in self._services.registry.outdated_downloads():
                 yield GarbageItem("download", name, freed_bytes(self._services.registry.downloads / name))
 
     def remove(self, item: GarbageItem) -> bool:
-        """Remove it; False if it came into use meanwhile."""
+        """Remove the item; return False if it is in use again."""
         match item.kind:
             case "job":
                 folder = self._services.home / "jobs" / item.fingerprint
@@ -124,7 +127,7 @@ class GarbageCollector:
             case "staging":
                 folder = self._store.root / "staging" / item.fingerprint
                 beside = lock_beside(folder)
-                locks = [beside if beside.exists() else self._lock_named(folder.name)]
+                locks = [beside if beside.exists() else self._lock_of(folder.name)]
                 return self._is_abandoned(folder) and _remove(folder, locks)
             case "corrupt":
                 return _remove(self._store.root / "corrupt" / item.fingerprint)
@@ -137,7 +140,7 @@ class GarbageCollector:
 
     @cached_property
     def kept(self) -> set[Reference]:
-        """Every artifact that is referred to, and its ancestors."""
+        """All referenced artifacts and their ancestors."""
         kept: set[Reference] = set()
         waiting = [*self._registered(), *self._materialized(), *self._in_progress(), *self._recent()]
         while waiting:
@@ -157,17 +160,19 @@ class GarbageCollector:
         versions = self._services.registry.versions()
         check_releases_exist(self._services.registry, versions, self._latest)
         for version in versions:
-            yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
+            yield from (
+                (kind, fingerprint) for kind in _KINDS if (fingerprint := version.fingerprint_of(kind)) is not None
+            )
 
     @cached_property
     def _latest(self) -> dict[dg.AssetKey, Materialization]:
         return latest_of(self._instance, self._instance.get_asset_keys())
 
     def _materialized(self) -> Iterator[Reference]:
-        """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
-        found = [self._latest]
-        found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
-        for key, recorded in chain.from_iterable(each.items() for each in found):
+        """Yield the latest materializations and those of unfinished runs: such a run continues from its own."""
+        maps = [self._latest]
+        maps += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
+        for key, recorded in chain.from_iterable(some.items() for some in maps):
             asset = key.path[-1]
             if asset not in GRAPH or recorded.fingerprint is None:
                 continue
@@ -176,7 +181,7 @@ class GarbageCollector:
                 yield from self._inputs(asset, recorded.fingerprint, recorded.key)
 
     def _inputs(self, kind: str, fingerprint: str, key: str) -> list[Reference]:
-        """What the artifact was made from in the way `key`. Raises CorruptRecord where nothing can say it any more."""
+        """Return the inputs of the artifact in the derivation `key`. Raises CorruptRecord if they are unknown."""
         try:
             derivation = self._store.derivation(kind, key)
         except CorruptRecord:
@@ -193,14 +198,14 @@ class GarbageCollector:
                 yield from _references(job.inputs)
 
     def _recent(self) -> Iterator[Reference]:
-        """What an unfinished run may have made, or found and used, before Dagster has recorded it."""
+        """Yield artifacts made or used by an unfinished run, perhaps before Dagster recorded them."""
         if self._since is not None:
-            began = int(self._since.timestamp()) * 10**9
-            yield from (found for found, used in self._used.items() if used is not None and used >= began)
+            begin_ns = int(self._since.timestamp()) * 10**9
+            yield from (reference for reference, used in self._used.items() if used is not None and used >= begin_ns)
 
     @cached_property
     def _kept_rules(self) -> set[str]:
-        """The scoring rules of all kept models, and those of kept tables."""
+        """The scoring rules of all kept models and of kept tables."""
         models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
         rules = {scoring_rule(model, dtype) for model in models for dtype in get_args(Dtype)}
         tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
@@ -216,18 +221,18 @@ class GarbageCollector:
         records = self._instance.get_run_records(_UNFINISHED_RUNS)
         return min((record.create_timestamp for record in records), default=None)
 
-    def _is_over(self, folder: Path) -> bool:
+    def _is_finished(self, folder: Path) -> bool:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
 
     def _locks_of_job(self, folder: Path) -> list[Path]:
-        """The lock of the job's key; for an unreadable job, all locks whose key begins as its folder's name does."""
+        """Return the lock of the job's key; for an unreadable job, all locks with its folder's name as prefix."""
         job = _read_job(folder)
         if job is None:
             return list(self._store.locks.glob(f"{folder.name}*.lock"))
         return [self._store.lock_file(job.artifact, job.derivation.key)]
 
     def _has_ended(self, folder: Path) -> bool:
-        """Whether there is nothing to resume: the job published its artifact, or it has no checkpoint."""
+        """Return whether nothing is left to resume: the job published its artifact, or has no checkpoint."""
         job = _read_job(folder)
         if job is None:
             return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
@@ -240,32 +245,35 @@ class GarbageCollector:
             return False
         return record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
 
-    def _lock_named(self, name: str) -> Path:
+    def _lock_of(self, name: str) -> Path:
         return self._store.locks / f"{name}.lock"
 
     def _is_abandoned(self, folder: Path) -> bool:
-        """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
-        beside, named = lock_beside(folder), self._lock_named(folder.name)
+        """Return whether a staging folder is unused: neither the lock beside it nor its job's lock is held."""
+        beside, named = lock_beside(folder), self._lock_of(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
         return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
 
 
-def _garbage(kind: str, folder: Path) -> GarbageItem:
+def _garbage_item(kind: str, folder: Path) -> GarbageItem:
     return GarbageItem(kind, folder.name, freed_bytes(folder))
 
 
-def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] = lambda: True) -> bool:
-    """Remove the folder, holding its `locks`; False if one of them is held, or it is garbage no more."""
+def _remove(folder: Path, locks: Sequence[Path] = (), is_garbage: Callable[[], bool] = lambda: True) -> bool:
+    """Remove the folder, holding its `locks`. Return False if one is held, or the folder is no longer garbage."""
     with holding(locks) as free:
-        removed = free and still()
+        removed = free and is_garbage()
         if removed:
             shutil.rmtree(folder, ignore_errors=True)
     return removed
 
 
 def _folders(parent: Path) -> list[Path]:
-    """None where `parent` is a link, and none that is one: what lies behind a link is not ours to remove."""
+    """Return the folders in `parent`, without links; nothing if `parent` is a link.
+
+    Files behind a link are not ours to remove.
+    """
     if parent.is_symlink() or not parent.is_dir():
         return []
     return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
@@ -276,7 +284,7 @@ def _references(inputs: Mapping[str, Source]) -> list[Reference]:
 
 
 def _read_job(folder: Path) -> Job | None:
-    """The job of a folder; None where it cannot be read, for example since another version of Pedigree wrote it."""
+    """Return the job of a folder; None if it cannot be read, for example because another version of Pedigree wrote it."""
     try:
         return Job.read(folder / "job.json")
     except (OSError, ValidationError):

@@ -1,7 +1,7 @@
-"""One row of a recipe's data, from the messages to the log-probs: what `pedigree inspect` shows.
+"""One row of a recipe's data, from the messages to the log-probs, for `pedigree inspect`.
 
-The policy's log-probs of held-out pairs are in its evaluation. Those of training pairs are needed nowhere else, so a job
-computes them on demand; else they are None.
+The evaluation has the policy's log-probs of held-out pairs. Those of training pairs are computed by a job on demand; else they
+are None.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from workflows.state.expected_state import expect_state
 
 @dataclass(frozen=True)
 class InspectedRow(TokenizedRow):
-    """Log-probs of the policy are None where it was not evaluated on the pair and no score was asked for."""
+    """One pair. The policy's log-probs are None if it was neither evaluated on the pair nor scored on demand."""
 
     messages: dict[str, Any]
 
@@ -35,30 +35,31 @@ class InspectedRow(TokenizedRow):
 def inspect_row(
     pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, row: int, score: bool = False
 ) -> InspectedRow:
-    """Row `row` of the `raw_preferences` that were tokenized; with `score`, unknown log-probs of the policy are computed.
+    """Return the row `row` of the tokenized `raw_preferences`. With `score`, compute missing log-probs of the policy.
 
-    The tokens are those that a run would use now, if they were made, by a plan for example; else those of the latest run.
-    Raises UsageError if the row is not there, or was dropped, or nothing was tokenized.
+    The tokens are those of a run now if they exist, for example after a plan; else those of the latest run. Raises UsageError
+    if the row is missing or was dropped, or nothing was tokenized.
     """
     history = History(instance, pipeline, services.store)
-    pairs = _tokens_of_now(pipeline, services) or _latest_tokens(history)
+    pairs = _current_tokens(pipeline, services) or _latest_tokens(history)
     raw = services.store.open("raw_preferences", pairs.derivation.inputs["raw_preferences"].fingerprint)
     table = pq.read_table(raw.file("preferences.parquet"))
     messages = without_nulls(_row(table, row))
     if messages is None:
         raise UsageError(
-            f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; its {len(table):,} rows are numbered from 0"
+            f"raw_preferences {short(raw.fingerprint)} has no row {row}; its {len(table):,} rows are numbered from 0",
+            "unknown-row",
         )
     logprobs = _table_of(pairs, history)
     reader = PairReader(services.store, pairs, logprobs)
     tokens = reader.read(row)
     if tokens is None:
-        raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
-    policy = _evaluated(row, reader.keys(row), history)
+        raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized", "dropped-row")
+    policy = _policy_logprobs(row, reader.keys(row), history)
     if policy is None and score:
         to_score = _scoring_inputs(row, pairs, logprobs, history)
-        found = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, to_score, [row]))
-        policy = found.rows[0]["chosen"]["live"], found.rows[0]["rejected"]["live"]
+        scores = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, to_score, [row]))
+        policy = scores.rows[0]["chosen"]["live"], scores.rows[0]["rejected"]["live"]
     chosen, rejected = policy or (None, None)
     return InspectedRow(
         row,
@@ -69,11 +70,11 @@ def inspect_row(
     )
 
 
-def _tokens_of_now(pipeline: Pipeline, services: Services) -> Artifact | None:
-    """The pairs that a run would use, if they are in the store; None if its inputs cannot be looked at any more."""
+def _current_tokens(pipeline: Pipeline, services: Services) -> Artifact | None:
+    """Return the pairs of a run now, if they are in the store; None if its inputs cannot be read."""
     try:
-        how = expect_state(pipeline, services)["tokenized_pairs"].derivation
-        return None if how is None else services.store.find("tokenized_pairs", how.key)
+        derivation = expect_state(pipeline, services)["tokenized_pairs"].derivation
+        return None if derivation is None else services.store.find("tokenized_pairs", derivation.key)
     except PedigreeError:
         return None
 
@@ -84,21 +85,21 @@ def _latest_tokens(history: History) -> Artifact:
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
-    """The row as a self-contained HTML page."""
+    """Return the row as a self-contained HTML page."""
     return render_page(f"{pipeline.name}: row {found.row}", [found])
 
 
 def _table_of(pairs: Artifact, history: History) -> Artifact | None:
-    """The table of log-probs, unless it belongs to other pairs, as it may after a run that ended early."""
+    """Return the table of log-probs, or None if it belongs to other pairs, as after an incomplete run."""
     table = history.find("reference_logprobs")
     if table is None:
         return None
-    how = history.derivation("reference_logprobs", table.fingerprint)
-    return table if how.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
+    derivation = history.derivation("reference_logprobs", table.fingerprint)
+    return table if derivation.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
 
 
-def _evaluated(row: int, keys: tuple[str, str] | None, history: History) -> tuple[float, float] | None:
-    """The latest policy's log-probs of the pair, unless the evaluation is of another policy, or of other tokens of the row."""
+def _policy_logprobs(row: int, keys: tuple[str, str] | None, history: History) -> tuple[float, float] | None:
+    """Return the policy's log-probs of the pair; None if the evaluation is of another policy or of other tokens."""
     evaluation = history.find("evaluation")
     if evaluation is None or _evaluated_policy(evaluation, history) != history.latest("policy").fingerprint:
         return None
@@ -118,7 +119,8 @@ def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, histor
         name = history.pipeline.name
         raise UsageError(
             f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
-            f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first"
+            f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first",
+            "stale-logprobs",
         )
     inputs = {"tokenized_pairs": pairs, "reference_logprobs": logprobs, "policy": policy}
     base = base_of(policy, history.store)

@@ -1,9 +1,8 @@
-"""What a run would compute and what it would reuse, with counts.
+"""What a run would compute and reuse, with counts.
 
-Counts are true only if they are counts of the present rows and tokens. So whatever takes seconds and no GPU (sources,
-specs, rows, tokens) is made in the store first, by the code that a run would use. Dagster is told nothing, so no asset
-counts as materialized. Nothing runs in the pool `gpu`: for an artifact that such a job has yet to make, and for everything
-that depends on it, the plan says only that it will be computed.
+Correct counts need the current rows and tokens. So everything that takes seconds and no GPU (sources, specs, rows, tokens) is
+first made in the store, by the code of a run. Dagster does not learn of it, so no asset counts as materialized. Nothing runs in
+the pool `gpu`: for artifacts of such jobs, and everything downstream, the plan only reports that they will be computed.
 """
 
 import logging
@@ -46,9 +45,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlannedAsset:
-    """`causes` say why it is computed, or what could not be asked of one that is reused.
+    """`causes`: why it is computed, or which check of a reused asset was impossible.
 
-    `work` counts what is to be done, or reused, by names that depend on the asset. `notes` are what a person should know of it.
+    `work` has counts, by names that depend on the asset. `notes` are hints for the user.
     """
 
     asset: str
@@ -59,36 +58,36 @@ class PlannedAsset:
 
 
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
-    """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
+    """Return the work of a run for every asset, in the order of the graph. Raises the errors of the cheap part of a run."""
     with written_where_named(pipeline):
         cheap = _make_cheap(pipeline, services)
-    expected = _mended(pipeline, services)
+    expected = _repaired_state(pipeline, services)
     history = History(instance, pipeline, services.store)
     planner = _Planner(pipeline, services, cheap, expected, history)
-    return [planner.planned(judged) for judged in judge(history, services, expected)]
+    return [planner.planned(status) for status in judge(history, services, expected)]
 
 
-def _mended(pipeline: Pipeline, services: Services) -> ExpectedState:
-    """What a run would give, with the corrupt records mended, as it would find and mend them from asset to asset."""
+def _repaired_state(pipeline: Pipeline, services: Services) -> ExpectedState:
+    """Return the expected state after repairing corrupt records, as a run does from asset to asset."""
     expected = expect_state(pipeline, services, presume=True)
-    corrupt = [of.derivation for of in expected.values() if of.derivation and of.fault == CORRUPT_RECORD]
-    for how in corrupt:
-        with services.store.lock(how.kind, how.key):
-            find_intact(services, how, _LOG)
-    return _mended(pipeline, services) if corrupt else expected
+    corrupt = [item.derivation for item in expected.values() if item.derivation and item.fault == CORRUPT_RECORD]
+    for derivation in corrupt:
+        with services.store.lock(derivation.kind, derivation.key):
+            find_intact(services, derivation, _LOG)
+    return _repaired_state(pipeline, services) if corrupt else expected
 
 
 def sentence(planned: Sequence[PlannedAsset]) -> str:
-    """The plan as one sentence: what would be done, and which assets, sources and specs aside, are reused."""
-    doing = [words for asset in planned if asset.action == "compute" and (words := _doing(asset))]
+    """Return the plan as one sentence: the work, and the reused assets without sources and specs."""
+    actions = [action for asset in planned if asset.action == "compute" and (action := _describe_work(asset))]
     reused = [asset.asset for asset in planned if asset.action == "reuse" and asset.asset not in ROOTS]
-    first = f"would {', '.join(doing)}" if doing else "would compute nothing"
-    return f"{first}; reuses {', '.join(reused)}" if reused else first
+    summary = f"would {', '.join(actions)}" if actions else "would compute nothing"
+    return f"{summary}; reuses {', '.join(reused)}" if reused else summary
 
 
 @dataclass(frozen=True)
 class _DataArtifacts:
-    """What is made in the store, unless it is there, before anything is planned."""
+    """The artifacts made in the store before planning."""
 
     source: Artifact
     spec: Artifact
@@ -118,15 +117,17 @@ def _make_cheap(pipeline: Pipeline, services: Services) -> _DataArtifacts:
     _check_passed(pairs_checks(pipeline, pairs))
     if pipeline.recipe.reference.sft is None:
         reference_pointer(services, base_model.fingerprint, _LOG)
-    assert model.located is not None  # it was downloaded
+    assert model.located is not None  # it is downloaded by now
     return _DataArtifacts(source, spec, release, rows, pairs, count_parameters(model.located.folder))
 
 
 def _check_passed(results: Sequence[dg.AssetCheckResult]) -> None:
-    """Raises DataError with the words of the run that would end here."""
+    """Raise DataError with the message of the run that would end here."""
     for check in results:
         if not check.passed:
-            raise DataError(f"a run would end here: the check {check.check_name} failed: {check.description}")
+            raise DataError(
+                f"a run would end here: the check {check.check_name} failed: {check.description}", "check-failed"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,30 +138,30 @@ class _Planner:
     expected: ExpectedState
     history: History
 
-    def planned(self, judged: AssetStatus) -> PlannedAsset:
-        is_fresh, work = judged.state == "fresh", self._work(judged.asset)
-        if is_fresh or self._is_there(judged.asset):
-            causes = judged.causes if is_fresh else ()
-            return PlannedAsset(judged.asset, "reuse", causes, work, self._notes(judged.asset))
-        told = self._advice() if judged.asset == "policy" else None
-        return PlannedAsset(judged.asset, "compute", judged.causes, work, (told,) if told else ())
+    def planned(self, status: AssetStatus) -> PlannedAsset:
+        is_fresh, work = status.state == "fresh", self._work(status.asset)
+        if is_fresh or self._exists(status.asset):
+            causes = status.causes if is_fresh else ()
+            return PlannedAsset(status.asset, "reuse", causes, work, self._notes(status.asset))
+        note = self._advice() if status.asset == "policy" else None
+        return PlannedAsset(status.asset, "compute", status.causes, work, (note,) if note else ())
 
     def _advice(self) -> str | None:
-        """What to change of a training that would hardly change the model."""
+        """Return advice if the training would hardly change the model."""
         train = self.cheap.pairs.details["counts"]["train"]
         return advice(self.pipeline.recipe.training, train, self.cheap.parameters)
 
     def _notes(self, asset: str) -> tuple[str, ...]:
-        made = {"tokenization_spec": self.cheap.spec, "release_spec": self.cheap.release}.get(asset)
-        return () if made is None else tuple(made.details.get("notes", []))
+        artifact = {"tokenization_spec": self.cheap.spec, "release_spec": self.cheap.release}.get(asset)
+        return () if artifact is None else tuple(artifact.details.get("notes", []))
 
-    def _is_there(self, asset: str) -> bool:
+    def _exists(self, asset: str) -> bool:
         fingerprint = self.expected[asset].fingerprint
         if fingerprint is None or asset != "released_model":
             return fingerprint is not None
         try:
             return release_problem(self.services, self.pipeline, fingerprint) is None
-        except RegistryError:  # as for the status: the version is taken to be there
+        except RegistryError:  # as in the status, the version counts as present
             return True
 
     def _work(self, asset: str) -> dict[str, Any]:
@@ -170,9 +171,9 @@ class _Planner:
                 rows = self.cheap.source.details["rows"].values()
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
-                found = self.cheap.rows.details["counts"]
-                counted = {name: found[name] for name in ("quarantined", "duplicates", "conflicting")}
-                return {"rows": found["pairs"], **self._changed(), **counted}
+                row_counts = self.cheap.rows.details["counts"]
+                counted = {name: row_counts[name] for name in ("quarantined", "duplicates", "conflicting")}
+                return {"rows": row_counts["pairs"], **self._changed(), **counted}
             case "tokenized_pairs":
                 return {"rows": counts["pairs"], "dropped": counts["dropped"]}
             case "reference_model" if recipe.reference.sft is not None:
@@ -192,46 +193,46 @@ class _Planner:
         return {}
 
     def _done(self, asset: str) -> dict[str, int]:
-        """The steps that an earlier run took and saved, where a run would go on from them."""
-        how = self.expected[asset].derivation
-        if how is None or self._is_there(asset):
+        """Return the steps saved by an earlier run, if a run would resume from them."""
+        derivation = self.expected[asset].derivation
+        if derivation is None or self._exists(asset):
             return {}
-        saved = committed_steps(checkpoints_of(job_folder(self.services.home, how) / CHECKPOINTS, how))
+        saved = committed_steps(checkpoints_of(job_folder(self.services.home, derivation) / CHECKPOINTS, derivation))
         return {"done": saved[-1]} if saved else {}
 
     def _changed(self) -> dict[str, int]:
-        """How many pairs are not those that were last materialized; nothing for rows that are the same, or the first."""
+        """Return how many pairs were added and removed since the latest materialization; nothing for equal or first rows."""
         before = self.history.latest("raw_preferences").fingerprint
         changed = pair_changes(self.services.store, before, self.cheap.rows, self.services.hashes)
         return {} if changed is None else {"added": changed.added, "removed": changed.removed}
 
     def _scoring(self) -> dict[str, int]:
         keys_SK = distinct_sequences(self.cheap.pairs)
-        if self._is_there("reference_logprobs"):
+        if self._exists("reference_logprobs"):
             return {"sequences": len(keys_SK), "missing": 0}
         weights = self.expected["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
         recipe = self.pipeline.recipe
         software = scoring_software(recipe.compute.device)
-        memo = LogprobCache(self.services.store, scoring_rule(weights, recipe.reference.dtype), software=software)
-        missing, others = (
-            int((~memo.lookup(keys_SK).found_Q).sum()),
-            int(memo.computed_by_other_software(keys_SK).sum()),
+        logprobs = LogprobCache(self.services.store, scoring_rule(weights, recipe.reference.dtype), software=software)
+        missing, foreign = (
+            int((~logprobs.lookup(keys_SK).found_Q).sum()),
+            int(logprobs.computed_by_other_software(keys_SK).sum()),
         )
-        compared = {"compared": min(others, COMPARED)} if others else {}
+        compared = {"compared": min(foreign, COMPARED)} if foreign else {}
         return {"sequences": len(keys_SK), "missing": missing, **compared}
 
 
 def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The keys of all sequences of `tokenized_pairs`, each once: uint8[S, 32]."""
+    """Return the distinct keys of all sequences of `tokenized_pairs`: uint8[S, 32]."""
     table = read_pairs(pairs)
     joined = b"".join(key for side in SIDES for key in table[f"{side}_key"].to_pylist())
     keys: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(joined, np.uint8).reshape(-1, KEY_BYTES)
     return np.unique(keys, axis=0)
 
 
-def _doing(asset: PlannedAsset) -> str | None:
+def _describe_work(asset: PlannedAsset) -> str | None:
     work = asset.work
     match asset.asset:
         case "reference_model":

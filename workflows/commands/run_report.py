@@ -1,4 +1,4 @@
-"""What became of a run: of each asset and each check, and why it failed, in words that a person can act on."""
+"""The report of a run: the outcome of each asset and each check, and the causes of failures as actionable messages."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ from training.contract.system.atomic_io import is_disk_full, write_error
 from workflows.commands.user_checks import UserChecks
 from workflows.recipes.suggested_settings import advice, general_advice
 
-_OURS = f"{PedigreeError.__module__}."
+_OUR_ERRORS = f"{PedigreeError.__module__}."
 _ENDS = {dg.DagsterEventType.RUN_SUCCESS, dg.DagsterEventType.RUN_FAILURE}
-_CHECK_FAILED = "DagsterAssetCheckFailedError"  # what Dagster ends a step with whose blocking check failed
+_CHECK_FAILED = "DagsterAssetCheckFailedError"  # Dagster's error for a step with a failed blocking check
 
 
 @dataclass(frozen=True)
 class AssetRun:
-    """What became of one asset; `error` is what a person should read first where it failed.
+    """The outcome of one asset; `error` is the first message to read if it failed.
 
-    One that failed has a fingerprint where it was made and a check of it failed.
+    A failed asset has a fingerprint if it was made and one of its checks failed.
     """
 
     asset: str
@@ -40,7 +40,7 @@ class AssetRun:
 
 @dataclass(frozen=True)
 class CheckRun:
-    """What a check found of an asset, one of ours or of a person's own; `stops` if nothing may be made from that asset."""
+    """The result of a check, of Pedigree or the user; `stops` if it blocks everything downstream."""
 
     asset: str
     check: str
@@ -55,10 +55,11 @@ class CheckRun:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
-    failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
-    `notes` say what to change of a policy that hardly differs from its reference model.
-    `mlflow_url` is the page with the charts of the policy's run; `is_served` unless `pedigree ui` has to show it.
+    """The report of a run. The run can fail outside its assets as well: then `error` is the cause, and no asset failed.
+
+    `is_champion` and `reasons` are the gate's decision about `model_version`, or the user's later one. `notes` advise on a
+    policy that hardly differs from its reference model. `mlflow_url` has the charts of the policy's run; `is_served` is false
+    if `pedigree ui` has to serve it.
     """
 
     recipe: str
@@ -79,7 +80,7 @@ class RunReport:
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody stopped it; then no further run shall begin."""
+        """Whether the run was interrupted; then no further run must begin."""
         return any(is_interruption(error) for error in (self.error, *(asset.error for asset in self.assets)))
 
     @property
@@ -93,19 +94,19 @@ def report_of(
     run_id: str,
     pipeline: Pipeline,
     selected: Collection[str],
-    own: UserChecks,
+    user_checks: UserChecks,
     services: Services,
     records: Path,
 ) -> RunReport:
-    """The report of a run of the assets `selected`, in this order, which Dagster recorded in the folder `records`.
+    """Return the report of a run of the assets `selected`, in this order; `records` is the folder of Dagster's records.
 
-    Of `result` only the events are read: its `run_id` and `success` ask for the run, which a person may have deleted meanwhile.
+    Read only the events of `result`: its `run_id` and `success` load the run, and the user may have deleted it meanwhile.
     """
     done, checks = _materialized(result), list(_check_runs(result, pipeline))
     assets = []
     for asset in selected:
         key = pipeline.key(asset)
-        errors = list(_errors(result, {key.to_python_identifier(), *own.steps(key)}, records))
+        errors = list(_errors(result, {key.to_python_identifier(), *user_checks.steps(key)}, records))
         errors += [check.failure for check in checks if check.asset == asset and check.stops]
         if errors or asset in done:
             assets.append(_asset_run(asset, done.get(asset), errors))
@@ -134,7 +135,7 @@ def report_of(
 def _notes(
     pipeline: Pipeline, checks: Collection[CheckRun], done: Mapping[str, Materialization], store: Store
 ) -> list[str]:
-    """What to change if the policy hardly differs from the reference model."""
+    """Return advice if the policy hardly differs from the reference model."""
     failed = {check.check for check in checks if check.asset == "evaluation" and not check.passed}
     if DIFFERENCE not in failed:
         return []
@@ -142,62 +143,64 @@ def _notes(
     training = pipeline.recipe.training
     try:
         parameters = count_parameters(Path(done["base_model"].metadata["model"]))
-    except ModelError:  # the folder was moved or written to since
+    except ModelError:  # the folder was moved or changed since
         parameters = None
     return [advice(training, pairs, parameters) or general_advice(training, pairs)]
 
 
 def _materialized(result: dg.ExecuteInProcessResult) -> dict[str, Materialization]:
-    """What this run recorded, by asset: another run of the recipe may have recorded something since."""
+    """Return the materializations of this run, by asset: another run may have recorded later ones."""
     events = result.get_asset_materialization_events()
     recorded = [event.step_materialization_data.materialization for event in events]
-    return {each.asset_key.path[-1]: Materialization.of(each) for each in recorded}
+    return {record.asset_key.path[-1]: Materialization.of(record) for record in recorded}
 
 
 def _check_runs(result: dg.ExecuteInProcessResult, pipeline: Pipeline) -> Iterator[CheckRun]:
-    for each in result.get_asset_check_evaluations():
-        if each.asset_key.path[0] == pipeline.name:  # one of a person's own may be about other recipes too
-            stops = bool(each.blocking) and not each.passed and each.severity == dg.AssetCheckSeverity.ERROR
-            yield CheckRun(each.asset_key.path[-1], each.check_name, each.passed, stops, each.description or "")
+    for check in result.get_asset_check_evaluations():
+        if check.asset_key.path[0] == pipeline.name:  # a user's check may cover other recipes too
+            stops = bool(check.blocking) and not check.passed and check.severity == dg.AssetCheckSeverity.ERROR
+            yield CheckRun(check.asset_key.path[-1], check.check_name, check.passed, stops, check.description or "")
 
 
-def _asset_run(asset: str, made: Materialization | None, errors: Collection[str]) -> AssetRun:
-    """What became of an asset that was made, or has `errors`: its own, or those of checks of it."""
-    fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
+def _asset_run(asset: str, materialization: Materialization | None, errors: Collection[str]) -> AssetRun:
+    """Return the outcome of an asset. `errors` are its own and those of its checks."""
+    fingerprint, seconds = (
+        (materialization.fingerprint, materialization.metadata["seconds"]) if materialization else (None, 0.0)
+    )
     if errors:
         error = next(filter(is_interruption, errors), "; ".join(errors))
         return AssetRun(asset, "failed", fingerprint, seconds, error)
-    assert made is not None
-    return AssetRun(asset, made.metadata["outcome"], fingerprint, seconds)
+    assert materialization is not None
+    return AssetRun(asset, materialization.metadata["outcome"], fingerprint, seconds)
 
 
 def _errors(result: dg.ExecuteInProcessResult, steps: Collection[str], records: Path) -> Iterator[str]:
-    """Why some of `steps` failed, but for failed checks: Dagster's own error has only the names of those."""
+    """Yield the errors of failed `steps`, except failed checks: Dagster's error has only their names."""
     for failure in result.filter_events(lambda event: event.is_step_failure and event.step_key in steps):
-        account = failure.step_failure_data.error
-        if account is None or account.cls_name != _CHECK_FAILED:
-            yield _reason(account, records)
+        error = failure.step_failure_data.error
+        if error is None or error.cls_name != _CHECK_FAILED:
+            yield _reason(error, records)
 
 
 def _ended_by(result: dg.ExecuteInProcessResult, records: Path) -> str | None:
-    """What ended the run outside its steps, such as a database of Dagster's that went away."""
+    """Return the error that ended the run outside its steps, such as a lost connection to Dagster's database."""
     for end in result.filter_events(lambda event: event.event_type in _ENDS):
         return _reason(end.job_failure_data.error, records) if end.is_failure else None
-    return INTERRUPTED  # of a run that a person has marked as canceled Dagster tells no such end
+    return INTERRUPTED  # Dagster reports no end for a run the user marked as canceled
 
 
 def _reason(error: SerializableErrorInfo | None, records: Path) -> str:
-    """The message of an error that a person can act on; else the root cause with the name of its class.
+    """Return the message of a PedigreeError, else the root cause with the name of its class.
 
-    Dagster's own database, in the folder `records`, names no place where its disk is full.
+    For a full disk, Dagster's database names no path, so name the folder `records`.
     """
     if error is None:
         return "it failed without an error"
-    while not error.message.startswith(_OURS) and error.cause is not None:
+    while not error.message.startswith(_OUR_ERRORS) and error.cause is not None:
         error = error.cause
     message: str = error.message.strip()
     if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
         return message.partition(f"{error.cls_name}: ")[2] or INTERRUPTED
-    if not message.startswith(_OURS) and is_disk_full(message):
+    if not message.startswith(_OUR_ERRORS) and is_disk_full(message):
         return str(write_error("record the run", records, message))
-    return message.removeprefix(f"{_OURS}{error.cls_name}: ")
+    return message.removeprefix(f"{_OUR_ERRORS}{error.cls_name}: ")

@@ -1,9 +1,9 @@
-"""Whether a recipe's artifacts still are what was recorded: all bytes are hashed again, some log-probs scored again.
+"""Verify a recipe's artifacts against their records: hash all bytes again, and score some pairs again.
 
-Every artifact of the latest materializations is read and compared with its manifest, without any cache of hashes; so are
-the shards of the memo, the preference files, the base model, and the weights of the registered version. Then the reference
-model scores some rows of the table of log-probs again. They agree if they differ by at most `tolerance` nats times the
-square root of the response's number of tokens, as the sum of that many rounding errors does.
+Every artifact of the latest materializations is compared with its manifest, without a cache of hashes. So are the shards of the
+log-prob cache, the preference files, the base model, and the weights of the registered version. Then the reference model scores
+some rows of the table of log-probs again. They agree if they differ by at most `tolerance` nats times the square root of the
+response's number of tokens: the sum of so many rounding errors grows like this.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _SCORED_WITH = ("tokenized_pairs", "reference_model")
 
 @dataclass(frozen=True)
 class VerifiedAsset:
-    """`fault` says what differs from what was recorded; None if nothing does."""
+    """`fault`: the difference to the record, or None."""
 
     asset: str
     fingerprint: str
@@ -49,9 +49,9 @@ class VerifiedAsset:
 
 @dataclass(frozen=True)
 class Verification:
-    """`rescored` is empty and `tolerance` None where nothing was scored: there was a fault, or no table.
+    """`rescored` is empty and `tolerance` None if nothing was scored, after a fault or without a table.
 
-    `advice`: what to do if log-probs of the table are not those of the reference model, else None.
+    `advice`: the remedy if log-probs of the table differ from the reference model's, else None.
     """
 
     recipe: str
@@ -63,33 +63,34 @@ class Verification:
 
 
 def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, rows: int) -> Verification:
-    """Verify what was last materialized. Raises UsageError if that is nothing, and what a job raises."""
+    """Verify the latest materializations. Raises UsageError if there are none, and the errors of a job."""
     verifier = _Verifier(pipeline, services, instance)
     artifacts = [verified for asset in GRAPH if (verified := verifier.asset(asset)) is not None]
     if not artifacts:
         raise UsageError(
-            f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.argument}` first"
+            f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.argument}` first",
+            "nothing-materialized",
         )
-    whole = all(asset.ok for asset in artifacts)
-    inputs = verifier.scoring_inputs() if rows and whole else None
+    intact = all(asset.ok for asset in artifacts)
+    inputs = verifier.scoring_inputs() if rows and intact else None
     if inputs is None:
-        return Verification(pipeline.name, artifacts, [], None, whole)
-    found = in_gpu_pool("verify", services, instance, lambda: rescore(pipeline, services, inputs, rows))
-    right = all(map(agrees, found.rows))
+        return Verification(pipeline.name, artifacts, [], None, intact)
+    scores = in_gpu_pool("verify", services, instance, lambda: rescore(pipeline, services, inputs, rows))
+    agree = all(map(agrees, scores.rows))
     return Verification(
-        pipeline.name, artifacts, found.rows, found.tolerance, right, None if right else _advice(pipeline)
+        pipeline.name, artifacts, scores.rows, scores.tolerance, agree, None if agree else _advice(pipeline)
     )
 
 
 def _advice(pipeline: Pipeline) -> str:
     return (
-        f"the reference model does not give the log-probs of the table: `pedigree rescore {pipeline.argument}` sets them "
+        f"the log-probs of the table differ from the reference model's: `pedigree rescore {pipeline.argument}` sets them "
         f"aside, and then `pedigree run {pipeline.argument}` scores them again"
     )
 
 
 def agrees(row: dict[str, Any]) -> bool:
-    """Whether both log-probs of a rescored row agree with the table, up to rounding; NaN never does."""
+    """Return whether both log-probs of a rescored row agree with the table, up to rounding; NaN never does."""
     return all(abs(s["live"] - s["stored"]) <= s["allowed"] for s in (row["chosen"], row["rejected"]))
 
 
@@ -99,7 +100,7 @@ class _Verifier:
         self._history = History(instance, pipeline, services.store)
 
     def asset(self, asset: str) -> VerifiedAsset | None:
-        """The asset as last materialized; None if it never was."""
+        """Return the latest materialization of the asset, verified; None if there is none."""
         recorded = self._history.latest(asset)
         if recorded.fingerprint is None:
             return None
@@ -107,17 +108,17 @@ class _Verifier:
         return VerifiedAsset(asset, recorded.fingerprint, fault is None, fault)
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
-        """The latest table with the pairs and the model that it was made from; None if there is no table."""
+        """Return the latest table with its pairs and its model; None if there is no table."""
         key = self._history.latest("reference_logprobs").key
         table = None if key is None else self._services.store.find("reference_logprobs", key)
         if table is None:
             return None
         made_from = table.derivation.inputs
-        above = {name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH}
-        return {**above, "reference_logprobs": table}
+        inputs = {name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH}
+        return {**inputs, "reference_logprobs": table}
 
     def _faults(self, asset: str, fingerprint: str, key: str | None) -> Iterator[str | None]:
-        """One after the other: what a later one looks at is sound if those before it found nothing."""
+        """Yield faults one after the other: a later check relies on the earlier ones."""
         if asset == "released_model":
             yield self._version_problem(fingerprint)
             return
@@ -160,15 +161,15 @@ class _Verifier:
         faults = [
             fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_problem(kind, shard))
         ]
-        return f"{len(faults)} shards of its memo are not what was published: {faults[0]}" if faults else None
+        return f"{len(faults)} shards of its log-prob cache are corrupt: {faults[0]}" if faults else None
 
     def _version_problem(self, release_key: str) -> str | None:
-        """Whether the registered version holds the weights of its policy, or of the merged policy if that is an adapter."""
+        """Return the problem if the registered version lacks the weights of its policy, merged if that is an adapter."""
         registry, made_from = self._services.registry, self._history.made_from("released_model")
         release = self._pipeline.recipe.release.model_dump() if made_from is None else made_from.settings
-        name = release["model_name"]  # what it was released as, whatever the recipe says by now
+        name = release["model_name"]  # the name at its release, even if the recipe has changed
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
-            return f"there is no version of {name} for it in the registry any more"
+            return f"its version of {name} is no longer in the registry"
         fault = files_problem(registry, version)
-        return f"{fault}: remove what is left of them at {version.source}, then a run puts them back" if fault else None
+        return f"{fault}: remove the remaining files at {version.source}, then a run restores them" if fault else None

@@ -1,1 +1,1 @@
-"""Schedules, sensors, the pool, and the places in PEDIGREE_HOME."""
+"""Schedules, sensors, the pool, and the folders in PEDIGREE_HOME."""

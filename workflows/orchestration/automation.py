@@ -1,18 +1,17 @@
-"""When a recipe is materialized automatically: on a schedule, and when its content changes.
+"""Automatic runs of a recipe: on a schedule, and after a change of content.
 
-* The schedule requests the whole graph. Every asset asks the store first; what is there is only read, once, to see that it
-  is whole.
-* The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
-  from its latest materialization, the sensor requests the assets that record it, and no others. If a person has stopped the
-  run that was to record it, the sensor waits until something has changed since. It also closes runs whose process is gone:
-  what they were to make counts as in progress, and the conditions would wait for it. And it reports what is stale and why
-  (`workflows.orchestration.observations`).
-* The automation condition of every asset (`assets.bodies.automation`) does the rest: recorded content that changed, or a code
-  version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
+* The schedule requests the whole graph. Every asset first asks the store; an existing artifact is read once, to check that it
+  is intact.
+* The data sensor watches inputs invisible to Dagster: preference files, base model, tokenizer and template. If one differs
+  from its latest materialization, the sensor requests only the assets that record these inputs. If the user stopped such a run,
+  the sensor waits for the next change. It also closes runs without a process: their assets count as in progress, and the
+  conditions would wait for them. And it reports stale assets with their causes (`workflows.orchestration.observations`).
+* The automation condition of every asset (`assets.bodies.automation`) does the rest. Changed content, or a new code version
+  after a change of the recipe, requests everything downstream in one run. Unchanged content requests nothing.
 
-Without `automation.on_change` there is neither sensor nor conditions, but one that only reports what is stale and why.
+Without `automation.on_change`, there are neither conditions nor a data sensor. One sensor then reports stale assets.
 
-A person starts the first run: sensors and conditions ignore a recipe that was never materialized.
+The user starts the first run: sensors and conditions ignore a recipe that was never materialized.
 """
 
 import datetime
@@ -45,15 +44,15 @@ from workflows.state.status import judge
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
-# The assets that record the world outside. `training_spec` depends on the recipe alone, so on its code version: one that
-# starts from the champion, with `training.start_from`, is refused a sensor.
+# The assets that record external inputs. `training_spec` depends on the recipe alone, so on its code version; with
+# `training.start_from`, it starts from the champion, and a sensor is refused.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec", "evaluation_spec", "release_spec")
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
 
 
 def retraining(pipeline: Pipeline) -> dg.Definitions:
-    """The jobs of a recipe, and its schedule and sensors, which are switched on."""
+    """Return the jobs of a recipe, with its schedule and sensors switched on."""
     retrain = dg.define_asset_job(
         f"{pipeline.identifier}_retrain",
         selection=[pipeline.key(asset) for asset in GRAPH],
@@ -62,7 +61,7 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
     record = dg.define_asset_job(
         f"{pipeline.identifier}_look",
         selection=[pipeline.key(asset) for asset in _LOOKED_AT],
-        description=f"Records the data, the base model and the tokenizer of {pipeline.name} as they are now.",
+        description=f"Records the current data, base model and tokenizer of {pipeline.name}.",
     )
     automation = pipeline.recipe.automation
     return dg.Definitions(
@@ -91,23 +90,25 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
             )
             _check_date_exists(automation.cron, automation.timezone)
         except (dg.DagsterInvalidDefinitionError, ValueError) as error:
-            told = 'it is no schedule; expected five fields such as "0 6 * * 1", Mondays at six'
-            raise RecipeError(told) from error
+            message = 'it is not a schedule; expected five fields such as "0 6 * * 1", Mondays at six'
+            raise RecipeError(message, "wrong-schedule") from error
     return schedule
 
 
 def _check_timezone(name: str) -> None:
-    """Raises RecipeError for what names no time zone. Dagster refuses it too, but as it refuses a wrong `cron`."""
+    """Raise RecipeError for an unknown time zone. Dagster's error is the same as for a wrong `cron`."""
     try:
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise RecipeError("it is not a known time zone; expected a name such as Europe/Berlin") from error
+        raise RecipeError(
+            "it is not a known time zone; expected a name such as Europe/Berlin", "unknown-time-zone"
+        ) from error
 
 
 def _check_date_exists(cron: str, timezone: str) -> None:
-    """Raises ValueError where no day is ever one of `cron`, as 31 April: Dagster's page of all schedules fails at one.
+    """Raise ValueError if no date matches `cron`, as for 31 April: one such schedule breaks Dagster's page of all schedules.
 
-    What Dagster makes public of the dates of a schedule are the partitions that they would bound.
+    Dagster has no public function for a schedule's dates, so use the partitions between them.
     """
     days = dg.TimeWindowPartitionsDefinition(
         start=datetime.datetime(2000, 1, 1), cron_schedule=cron, timezone=timezone, fmt="%Y-%m-%dT%H:%M"
@@ -123,8 +124,8 @@ def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinit
             target=[pipeline.key(asset) for asset in GRAPH],
             minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
             default_status=dg.DefaultSensorStatus.RUNNING,
-            use_user_code_server=True,  # one of the conditions is ours
-            description=f"Materializes what of {pipeline.name} lies below a change of content.",
+            use_user_code_server=True,  # one condition is defined here
+            description=f"Materializes the assets of {pipeline.name} downstream of changed content.",
         )
 
 
@@ -134,77 +135,77 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         job_name=job,
         minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Records data, base model and tokenizer of {pipeline.name} when they are not what they were.",
+        description=f"Records data, base model and tokenizer of {pipeline.name} after a change.",
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
         services = build_services(pedigree_home())
         fail_orphaned_runs(context.instance, services.home)
         history = History(context.instance, pipeline, services.store)
         if history.latest("preference_source").fingerprint is None:
-            return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
+            return dg.SkipReason(f"{pipeline.name} was never materialized; start the first run yourself")
         expected, cursor = expect_state(pipeline, services), Cursor.parse(context.cursor)
         cursor = cursor.observing(context.instance, pipeline, list(judge(history, services, expected)))
-        found = [each for asset in _LOOKED_AT if (each := expected[asset].found) is not None]
+        found = [resolved for asset in _LOOKED_AT if (resolved := expected[asset].found) is not None]
         causes = _causes(history, found)
         if not causes:
-            same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
+            same = dg.SkipReason("data, base model and tokenizer equal the latest materialization")
             return dg.SensorResult(skip_reason=same, cursor=str(replace(cursor, asked=NOTHING)))
-        seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        anew, told = replace(cursor, asked=seen, when=time.time()), "; ".join(causes)
+        seen = fingerprint("seen", [_identity(resolved, pipeline.recipe) for resolved in found])
+        renewed, message = replace(cursor, asked=seen, when=time.time()), "; ".join(causes)
         if _was_stopped(history, found, seen, cursor):
-            stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {told}")
-            return dg.SensorResult(skip_reason=stopped, cursor=str(anew))
+            stopped = dg.SkipReason(f"the user stopped the run that was to record this: {message}")
+            return dg.SensorResult(skip_reason=stopped, cursor=str(renewed))
         if _was_asked_for(seen, cursor):
-            asked = dg.SkipReason(f"a run was requested already: {told}")
+            asked = dg.SkipReason(f"a run was requested already: {message}")
             return dg.SensorResult(skip_reason=asked, cursor=str(cursor))
         return dg.SensorResult(
-            run_requests=[dg.RunRequest(tags={_CAUSE_TAG: told[:_CAUSE_CHARACTERS]})], cursor=str(anew)
+            run_requests=[dg.RunRequest(tags={_CAUSE_TAG: message[:_CAUSE_CHARACTERS]})], cursor=str(renewed)
         )
 
     return data_sensor
 
 
 def _was_stopped(history: History, found: Sequence[ResolvedInput], seen: str, cursor: Cursor) -> bool:
-    """Whether a person has stopped the run that was to record this state: the one in the cursor, or the first that differs."""
-    latest = [history.latest(each.asset) for each in found if _differs(history, each)]
+    """Return whether the user stopped the run for this state: the run in the cursor, or the first one with a difference."""
+    latest = [history.latest(resolved.asset) for resolved in found if _differs(history, resolved)]
     return cursor.asked in (NOTHING, seen) and was_stopped(history.instance, latest)
 
 
 def _was_asked_for(seen: str, cursor: Cursor) -> bool:
-    """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
+    """Return whether a run for this state was requested within the hour. After that, a failed run is requested again."""
     return cursor.asked == seen and time.time() - cursor.when < _SECONDS_BEFORE_ASKING_AGAIN
 
 
 def _causes(history: History, found: Sequence[ResolvedInput]) -> list[str]:
-    """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
+    """Return the differences to the latest materializations as text; nothing for an asset without one."""
     causes = []
-    for each in found:
-        if (key := history.latest(each.asset).key) is not None and _differs(history, each):
-            causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
+    for resolved in found:
+        if (key := history.latest(resolved.asset).key) is not None and _differs(history, resolved):
+            causes += [f"{resolved.asset}: {change}" for change in changes_since(history.store, key, resolved)]
     return causes
 
 
 def _differs(history: History, found: ResolvedInput) -> bool:
-    """Whether an asset that was materialized before is another one now."""
+    """Return whether a materialized asset has changed since."""
     return history.latest(found.asset).key is not None and not _is_recorded(history, found)
 
 
 def _is_recorded(history: History, found: ResolvedInput) -> bool:
     recipe = history.pipeline.recipe
-    if not GRAPH[found.asset].reads(recipe):  # a model without a fingerprint is to be downloaded, by the run
+    if not GRAPH[found.asset].reads(recipe):  # a model without a fingerprint has yet to be downloaded
         return history.latest(found.asset).fingerprint == found.fingerprint
     try:
-        before = history.made_from(found.asset)
-    except CorruptRecord:  # a run mends it
+        recorded = history.made_from(found.asset)
+    except CorruptRecord:  # a run repairs it
         return False
-    return before is not None and _seen(before, recipe) == _seen(found.derivation, recipe)
+    return recorded is not None and _external_settings(recorded, recipe) == _external_settings(found.derivation, recipe)
 
 
 def _identity(found: ResolvedInput, recipe: Recipe) -> Any:
-    return found.fingerprint or _seen(found.derivation, recipe)
+    return found.fingerprint or _external_settings(found.derivation, recipe)
 
 
-def _seen(how: Derivation, recipe: Recipe) -> dict[str, Any]:
-    """What a spec has of the world outside. Its other settings are fields of the recipe, of which the code version tells."""
-    fields = GRAPH[how.kind].reads(recipe)
-    return {name: value for name, value in how.settings.items() if name not in fields}
+def _external_settings(derivation: Derivation, recipe: Recipe) -> dict[str, Any]:
+    """Return the external inputs in a spec. Its other settings are fields of the recipe, covered by the code version."""
+    fields = GRAPH[derivation.kind].reads(recipe)
+    return {name: value for name, value in derivation.settings.items() if name not in fields}

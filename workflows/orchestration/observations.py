@@ -1,8 +1,8 @@
-"""What is stale and why, on the pages of the assets in Dagster's UI: an observation of each asset whose causes changed.
+"""Stale assets and their causes in Dagster's UI: an observation of each asset with changed causes.
 
-An observation says what `pedigree status` says. It has no data version, so it neither makes anything stale nor starts a run.
-What was said last is in Dagster's records, so each change is said once, whoever looks. The records are asked only if what is
-found is new to the sensor, by its cursor.
+An observation has the texts of `pedigree status`. It has no data version, so it neither makes assets stale nor starts a run.
+The latest observation is in Dagster's records, so each change is reported once, by any process. A sensor reads these records
+only if its cursor shows a new state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
 from workflows.state.status import AssetStatus, judge
 
-NOTHING = "nothing"  # is requested, or was observed so far
+NOTHING = "nothing"  # requested or observed so far
 STATE, CAUSES = "state", "causes"
 
 _SECONDS_BETWEEN_LOOKS = 60
-_SECONDS_BETWEEN_LOOKS_AT_A_VARIANT = 600  # of which there may be a hundred, and Dagster keeps a record of each look
+_SECONDS_BETWEEN_LOOKS_AT_A_VARIANT = 600  # there may be a hundred, and Dagster records each tick
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """What a sensor keeps: for which state it requested a run and when, and a digest of what it observed.
+    """A sensor's memory: the state it last requested a run for, when, and a digest of the last observation.
 
-    It is never empty, since Dagster keeps the old cursor for an empty one.
+    It is never empty, as Dagster keeps the old cursor for an empty one.
     """
 
     asked: str = NOTHING
@@ -46,15 +46,15 @@ class Cursor:
         return f"{self.asked} {self.when:.0f} {self.observed}"
 
     def observing(self, instance: dg.DagsterInstance, pipeline: Pipeline, found: Sequence[AssetStatus]) -> Self:
-        """Report what of `found` was not reported yet; gives the cursor after that."""
-        seen = fingerprint("observed", [[each.asset, each.state, list(each.causes)] for each in found])
+        """Report the new part of `found`. Return the cursor after that."""
+        seen = fingerprint("observed", [[status.asset, status.state, list(status.causes)] for status in found])
         if seen != self.observed:
             observe(pipeline, instance, found)
         return replace(self, observed=seen)
 
 
 def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
-    """A sensor that reports what is stale and why, and requests nothing."""
+    """Return a sensor that reports stale assets with their causes, and requests nothing."""
 
     @dg.sensor(
         name=f"{pipeline.identifier}_status_sensor",
@@ -62,7 +62,7 @@ def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
         if pipeline.variant is None
         else _SECONDS_BETWEEN_LOOKS_AT_A_VARIANT,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Reports what of {pipeline.name} is stale and why, on the pages of its assets. It starts no run.",
+        description=f"Reports stale assets of {pipeline.name} and the causes, on their pages. It starts no run.",
     )
     def look(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         services = build_services(pedigree_home())
@@ -71,34 +71,36 @@ def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
             return dg.SensorResult(skip_reason=dg.SkipReason(f"{pipeline.name} was never materialized"))
         found = list(judge(history, services, expect_state(pipeline, services)))
         cursor = Cursor.parse(context.cursor).observing(context.instance, pipeline, found)
-        stale = [each.asset for each in found if each.state == "stale"]
-        said = dg.SkipReason(f"stale: {', '.join(stale)}" if stale else "nothing is stale")
-        return dg.SensorResult(skip_reason=said, cursor=str(cursor))
+        stale = [status.asset for status in found if status.state == "stale"]
+        summary = dg.SkipReason(f"stale: {', '.join(stale)}" if stale else "nothing is stale")
+        return dg.SensorResult(skip_reason=summary, cursor=str(cursor))
 
     return look
 
 
 def observe(pipeline: Pipeline, instance: dg.DagsterInstance, found: Sequence[AssetStatus]) -> None:
-    """Report the state and the causes of each asset for which they are not those last reported.
+    """Report the state and the causes of each asset if they changed since the last report.
 
-    An asset that is fresh is reported only after causes were. One that was never materialized is not, as Dagster shows that.
+    A fresh asset is reported only after a report with causes. A missing one is not, as Dagster shows it.
     """
-    for each in found:
-        if each.state != "missing" and _is_new(pipeline, instance, each):
-            news = f"It is {each.state}, for these causes." if each.causes else "It is fresh again."
-            observation = dg.AssetObservation(pipeline.key(each.asset), description=news, metadata=_metadata(each))
+    for status in found:
+        if status.state != "missing" and _is_new(pipeline, instance, status):
+            description = f"It is {status.state}, for these causes." if status.causes else "It is fresh again."
+            observation = dg.AssetObservation(
+                pipeline.key(status.asset), description=description, metadata=_metadata(status)
+            )
             instance.report_runless_asset_event(observation)
 
 
-def _is_new(pipeline: Pipeline, instance: dg.DagsterInstance, now: AssetStatus) -> bool:
-    last = _last(instance, pipeline.key(now.asset))
+def _is_new(pipeline: Pipeline, instance: dg.DagsterInstance, status: AssetStatus) -> bool:
+    last = _last_observation(instance, pipeline.key(status.asset))
     if last is None:
-        return bool(now.causes)
-    return any(last[name].value != value.value for name, value in _metadata(now).items())
+        return bool(status.causes)
+    return any(last[name].value != value.value for name, value in _metadata(status).items())
 
 
-def _last(instance: dg.DagsterInstance, key: dg.AssetKey) -> Mapping[str, Any] | None:
-    """The metadata of the latest observation, if it is one of ours."""
+def _last_observation(instance: dg.DagsterInstance, key: dg.AssetKey) -> Mapping[str, Any] | None:
+    """Return the metadata of the latest observation, if it was made here."""
     for record in instance.fetch_observations(key, limit=1).records:
         observation = record.asset_observation
         if observation is not None and {STATE, CAUSES} <= observation.metadata.keys():
@@ -106,6 +108,6 @@ def _last(instance: dg.DagsterInstance, key: dg.AssetKey) -> Mapping[str, Any] |
     return None
 
 
-def _metadata(found: AssetStatus) -> dict[str, dg.MetadataValue[Any]]:
-    causes = verbatim(found.causes) if found.causes else dg.MetadataValue.md("none")
-    return {STATE: dg.MetadataValue.text(found.state), CAUSES: causes}
+def _metadata(status: AssetStatus) -> dict[str, dg.MetadataValue[Any]]:
+    causes = verbatim(status.causes) if status.causes else dg.MetadataValue.md("none")
+    return {STATE: dg.MetadataValue.text(status.state), CAUSES: causes}

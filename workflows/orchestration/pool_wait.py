@@ -1,9 +1,9 @@
 """Waiting for a slot in a pool, within a run.
 
-Dagster's own wait (1.13) asks again at once, which keeps a core busy for as long as the other run trains: the interval that
-`InstanceConcurrencyContext.interval_to_next_pending_claim_check` gives is the least of some times and zero. It hears no
-Ctrl-C and no termination either, and does not see that the run which has the slot is dead. And where that run gives the slot
-back just while this one takes its place in the queue, nobody tells this one.
+Dagster's wait (1.13) polls without a pause, and keeps a core busy during the other run's training:
+`InstanceConcurrencyContext.interval_to_next_pending_claim_check` returns the minimum of some times and zero. It ignores Ctrl-C
+and termination, and does not notice the death of the run with the slot. If that run frees the slot just while this one enters
+the queue, this one is never assigned to it.
 """
 
 import logging
@@ -22,38 +22,38 @@ from assets.execution.interruption import without_stack_traces
 from assets.execution.run_liveness import fail_orphaned_runs
 
 _SECONDS_ASLEEP = 1.0
-_SECONDS_BETWEEN_LOOKS = 5.0
+_SECONDS_BETWEEN_CHECKS = 5.0
 _LOG = logging.getLogger(__name__)
 
 
 def wait_patiently(home: Callable[[], Path]) -> None:
-    """Let every run of this process that waits sleep, end when it is told to, and take the slots of dead runs in `home`."""
-    told = set()
-    next_look = 0.0
+    """Let waiting runs of this process sleep, end on request, and take the slots of dead runs in `home`."""
+    reported = set()
+    next_check = 0.0
 
     def sleep_til_ready(waiting: ActiveExecution) -> None:
-        nonlocal next_look
+        nonlocal next_check
         if pop_captured_interrupt():
             without_stack_traces()
             raise dg.DagsterExecutionInterruptedError
         slots = waiting._instance_concurrency_context
-        if slots is not None and time.monotonic() >= next_look:
-            next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        if slots is not None and time.monotonic() >= next_check:
+            next_check = time.monotonic() + _SECONDS_BETWEEN_CHECKS
             pools = {_pool_key_for_step(waiting.get_step_by_key(step)) for step in slots.pending_claim_steps()}
-            with suppress(DatabaseError):  # what cannot be seen now is seen at the next look
+            with suppress(DatabaseError):  # the next check tries again
                 for pool in sorted(filter(None, pools)):
-                    look(slots._instance, pool)
+                    check_pool(slots._instance, pool)
         time.sleep(_SECONDS_ASLEEP)
 
-    def look(instance: dg.DagsterInstance, pool: str) -> None:
+    def check_pool(instance: dg.DagsterInstance, pool: str) -> None:
         fail_orphaned_runs(instance, home())
         storage = instance.event_log_storage
-        found = storage.get_concurrency_info(pool)
-        runs = ", ".join(sorted(found.active_run_ids))
-        if runs and (pool, runs) not in told:
+        info = storage.get_concurrency_info(pool)
+        runs = ", ".join(sorted(info.active_run_ids))
+        if runs and (pool, runs) not in reported:
             _LOG.warning("waiting for the pool %s, taken by run %s", pool, runs)
-            told.add((pool, runs))
-        if found.assigned_step_count <= found.active_slot_count < found.slot_count:  # a free slot is nobody's
+            reported.add((pool, runs))
+        if info.assigned_step_count <= info.active_slot_count < info.slot_count:  # a slot is free and not assigned
             assert isinstance(storage, SqlEventLogStorage), "no other storage has slots"
             storage.assign_pending_steps([pool])
 

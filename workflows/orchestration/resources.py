@@ -1,6 +1,6 @@
-"""Where Pedigree keeps its things, and the services built on that place.
+"""The home of Pedigree, and the services on it.
 
-Nothing is read from the environment when definitions are imported: a run asks when it starts.
+The environment is read when a run starts, not when definitions are imported.
 """
 
 import os
@@ -32,7 +32,7 @@ telemetry: {enabled: false}
 nux: {enabled: false}
 concurrency:
   pools: {granularity: op, default_limit: 1}
-# What a run has to say is in its event log and in the logs of its jobs; Dagster's process itself prints nothing.
+# A run reports to its event log and the logs of its jobs; Dagster's process itself prints nothing.
 compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
 run_monitoring:
   enabled: true
@@ -41,9 +41,10 @@ run_monitoring:
 
 
 def pedigree_home() -> Path:
-    """The folder that holds store, jobs, and Dagster's and MLflow's records: PEDIGREE_HOME, or .pedigree right here.
+    """Return the folder with store, jobs, and Dagster's and MLflow's records: PEDIGREE_HOME, or .pedigree in the working
+    directory.
 
-    Raises UsageError where its path is not text.
+    Raises UsageError if its path is not text.
     """
     home = Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
     check_text(home)
@@ -51,9 +52,9 @@ def pedigree_home() -> Path:
 
 
 def prepare_home(home: Path) -> None:
-    """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another.
+    """Make `home` usable for this process and its children, also as Dagster's home unless DAGSTER_HOME is set.
 
-    Raises StoreError where nothing can be written, UsageError where the databases in it would lie elsewhere.
+    Raises StoreError if it is not writable, UsageError if its path would change the addresses of databases.
     """
     check_database_folder(home, "PEDIGREE_HOME")
     os.environ["PEDIGREE_HOME"] = str(home)
@@ -69,16 +70,17 @@ def prepare_home(home: Path) -> None:
     except OSError as error:
         raise StoreError(
             f"{folder} cannot be used: {error.strerror or error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a "
-            "folder you may write to"
+            "writable folder",
+            "unusable-home",
         ) from error
 
 
 @contextmanager
 def dagster_instance() -> Iterator[dg.DagsterInstance]:
-    """Dagster's instance for a while, in a home that is made if it is not there; its files are the group's as others are.
+    """Yield Dagster's instance, in a home that is made if missing. Its files get the group's permissions, as other files do.
 
-    One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
-    Raises StoreError where nothing can be written, the home's dagster.yaml is none, or the storage it names is not there.
+    Open it under a lock: two processes making the tables of a new home at once leave an unusable database. Raises StoreError
+    if it is not writable, dagster.yaml is invalid, or its storage is missing.
     """
     prepare_home(pedigree_home())
     home = Path(os.environ["DAGSTER_HOME"])
@@ -88,14 +90,16 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
             opened = dg.DagsterInstance.get()
         except (dg.DagsterInvalidConfigError, YAMLError) as error:
             raise StoreError(
-                f"{home / 'dagster.yaml'} is no configuration of Dagster: {_mistakes(error)}; correct it, or remove it: "
-                "the next command writes another"
+                f"{home / 'dagster.yaml'} is not a configuration of Dagster: {_mistakes(error)}; correct it, or remove it: "
+                "the next command writes another",
+                "wrong-dagster-yaml",
             ) from error
-        except (DatabaseError, OSError):  # which file, and how much room there is, is told where commands end
+        except (DatabaseError, OSError):  # the end of the command reports file and free space
             raise
-        except Exception as error:  # each storage that a dagster.yaml may name has errors of its own
+        except Exception as error:  # each storage has its own errors
             raise StoreError(
-                f"Dagster's records cannot be opened as {home / 'dagster.yaml'} says: {_root_of(error)}"
+                f"Dagster's records, configured in {home / 'dagster.yaml'}, cannot be opened: {_root_of(error)}",
+                "dagster-storage",
             ) from error
         make_group_writable(home.rglob("*.db*"), lock)
     with opened as instance:
@@ -106,16 +110,16 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
 
 
 def _root_of(error: BaseException) -> str:
-    """The first line of what is behind it: Dagster's storage in Postgres says only that it tried too often."""
+    """Return the first line of the root cause: Dagster's Postgres storage itself only reports too many attempts."""
     while error.__cause__ is not None:
         error = error.__cause__
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _mistakes(error: dg.DagsterInvalidConfigError | YAMLError) -> str:
-    """Without the list of everything that Dagster takes, which fills a page."""
+    """Return the mistakes, without Dagster's page-long list of valid options."""
     if isinstance(error, dg.DagsterInvalidConfigError):
-        return " ".join(each.message.partition(". Expected:")[0] for each in error.errors)
+        return " ".join(mistake.message.partition(". Expected:")[0] for mistake in error.errors)
     return str(error)
 
 
@@ -135,9 +139,9 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
 
 @dg.resource(description="Store, launcher, tracker and registry under PEDIGREE_HOME.")
 def services(context: dg.InitResourceContext) -> Iterator[Services]:
-    """The run is signed before its first step, which may wait for hours for a slot in a pool.
+    """Yield the services of a run. Sign the run before its first step, which may wait hours for a slot in a pool.
 
-    And all its steps are of one state of the hub: a branch that moves meanwhile is for the next run.
+    All steps use one state of the Hub: if a branch moves meanwhile, the next run takes it.
     """
     home = pedigree_home()
     if context.instance is not None and context.run is not None:

@@ -1,1 +1,1 @@
-"""Processes that serve pages and models."""
+"""Processes for web pages and models."""

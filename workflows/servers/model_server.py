@@ -1,7 +1,7 @@
 """A released version behind an OpenAI-compatible address, for `pedigree serve` and `pedigree chat`.
 
-Two processes run. `transformers serve` holds the model, on a port of loopback that nobody is told. Clients talk to the proxy in
-front of it (model_registry/chat_proxy.py).
+Two processes run. `transformers serve` holds the model, on an internal port of loopback. Clients talk to the proxy in front of
+it (model_registry/chat_proxy.py).
 """
 
 import importlib.util
@@ -20,35 +20,35 @@ from training.contract.identity.tokenizer_files import CHAT_TEMPLATES, holds_tok
 from workflows.servers.web_servers import LOOPBACK, Server, free_port, serving, usable_port
 
 _NEEDED = ("accelerate", "fastapi", "openai")
-_LOADING_SECONDS = 1800.0  # of tens of gigabytes from a slow disk
-_ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # a server that listens everywhere is asked on loopback
+_LOADING_SECONDS = 1800.0  # for tens of gigabytes from a slow disk
+_ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # probe a server on all addresses through loopback
 
 
 def named_version(text: str, registry: Registry) -> Version:
-    """The version that `NAME`, its champion, or `NAME@ALIAS` or `NAME/NUMBER` stands for. Raises RegistryError."""
+    """Return the version for `NAME` (its champion), `NAME@ALIAS` or `NAME/NUMBER`. Raises RegistryError."""
     name = text.removeprefix("models:/")
     return registry.version_at(f"models:/{name}" if "@" in name or "/" in name else f"models:/{name}@champion")
 
 
 @contextmanager
 def model_server(
-    version: Version, folder: Path, logs: Path, host: str, port: int, tell: Callable[[str], None]
+    version: Version, folder: Path, logs: Path, host: str, port: int, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Serve the version whose Hugging Face model is in `folder`; gives the address. Raises PedigreeError, ModelError."""
+    """Serve the version with its Hugging Face model in `folder`. Yield the address. Raises PedigreeError, ModelError."""
     _check_extra_installed()
     _check_chat_template(version, folder)
-    chosen = usable_port(port, tell, host) if port else free_port(0, host)
-    behind = _transformers_server(folder, logs)
-    proxy = ProxySettings(version.name, f"./{folder.name}", behind.address, host, chosen, _generation(folder))
-    front = _proxy_server(proxy, logs)
-    tell(f"Loading version {version.number} of {version.name}.")
-    with serving([behind, front]):
-        yield front.address
+    proxy_port = usable_port(port, report, host) if port else free_port(0, host)
+    upstream = _transformers_server(folder, logs)
+    proxy = ProxySettings(version.name, f"./{folder.name}", upstream.address, host, proxy_port, _generation(folder))
+    server = _proxy_server(proxy, logs)
+    report(f"Loading version {version.number} of {version.name}.")
+    with serving([upstream, server]):
+        yield server.address
 
 
 def _transformers_server(folder: Path, logs: Path) -> Server:
     port = free_port(0)
-    # Named from where it lies: in a longer name, `@` would begin a revision.
+    # A relative path: in a longer one, `@` would begin a revision.
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", f"./{folder.name}"]
     command += ["--host", LOOPBACK, "--port", str(port)]
     address = f"http://{LOOPBACK}:{port}"
@@ -70,22 +70,25 @@ def _check_extra_installed() -> None:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise PedigreeError(
             f"serving needs {', '.join(missing)}, not installed in {sys.prefix}; install Pedigree with its extra `serve`: "
-            "pip install 'pedigree[serve]', or in a clone pip install --editable '.[serve]' --constraint constraints.txt"
+            "pip install 'pedigree[serve]', or in a clone pip install --editable '.[serve]' --constraint constraints.txt",
+            "missing-package",
         )
 
 
 def _check_chat_template(version: Version, folder: Path) -> None:
-    """Raises ModelError if no chat could become tokens."""
-    about = f"version {version.number} of {version.name}"
+    """Raise ModelError if the version cannot turn chats into tokens."""
+    name = f"version {version.number} of {version.name}"
     if not holds_tokenizer(folder):
         raise ModelError(
-            f"{about} has no tokenizer in {folder}; expected files such as tokenizer.json there. If a recipe released it, "
-            "move that folder away and run the recipe, which puts it back; else register the model again with its tokenizer"
+            f"{name} has no tokenizer in {folder}; expected files such as tokenizer.json there. If a recipe released it, "
+            "move that folder away and run the recipe to restore it; else register the model again with its tokenizer",
+            "missing-tokenizer",
         )
     if not _holds_template(folder):
         raise ModelError(
-            f"{about} has no chat template in {folder}; expected chat_template.jinja or a `chat_template` in "
-            "tokenizer_config.json. Name one as `tokenization.chat_template` of the recipe and run it again"
+            f"{name} has no chat template in {folder}; expected chat_template.jinja or a `chat_template` in "
+            "tokenizer_config.json. Name one as `tokenization.chat_template` of the recipe and run it again",
+            "missing-chat-template",
         )
 
 
@@ -100,5 +103,5 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """What is in a JSON file; nothing if there is none. Raises ModelError."""
+    """Return the object in a JSON file, empty if the file is missing. Raises ModelError."""
     return read_object(path, "settings of a model") if path.is_file() else {}

@@ -1,6 +1,6 @@
-"""Servers as processes of their own, which end with the command. Two are those of `pedigree ui`, over the same home.
+"""Servers as separate processes, ended with the command. `pedigree ui` runs two over the same home, on loopback.
 
-Dagster's is for the graph, MLflow's for the runs, both on loopback.
+Dagster's server shows the graph, MLflow's the runs.
 """
 
 import os
@@ -23,22 +23,22 @@ from training.contract.errors import PedigreeError
 from training.contract.system.process import die_with_parent
 
 LOOPBACK = "127.0.0.1"
-# Where the command was started there may be files named like packages. So that is not where Python looks for these, nor do
-# Dagster and uvicorn, which would both look there first: they are given the folder that holds our packages in its place.
+# The working directory may contain files named like packages. So Python does not search it, and Dagster and uvicorn, which
+# would both search it first, get the root folder of our packages instead.
 _SOURCE_ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
     "DO_NOT_TRACK": "true",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs of MLflow's own that nothing here asks for
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for MLflow's jobs, unused here
 }
-UNPROXIED = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy's loopback is another machine's
+UNPROXIED = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback behind a proxy is another machine
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server and how to see that it answers."""
+    """A server and the address to probe it."""
 
     name: str
     command: list[str]
@@ -46,12 +46,15 @@ class Server:
     probe: str
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    folder: Path | None = None  # where it is started, by default right here
+    folder: Path | None = None  # the working directory, by default the current one
     ready_seconds: float = 180.0
 
 
 def free_port(preferred: int, host: str = LOOPBACK) -> int:
-    """`preferred` if nobody listens there, else one the system gives. Raises PedigreeError if `host` is not this machine."""
+    """Return `preferred` if it is free, else a port chosen by the system.
+
+    Raises PedigreeError if `host` is not this machine.
+    """
     failure: OSError | None = None
     for port in (preferred, 0):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -62,7 +65,9 @@ def free_port(preferred: int, host: str = LOOPBACK) -> int:
                 failure = error
                 continue
             return int(probe.getsockname()[1])
-    raise PedigreeError(f"no port can be had on {host}: {failure}; name an address of this machine") from failure
+    raise PedigreeError(
+        f"no port is available on {host}: {failure}; name an address of this machine", "no-free-port"
+    ) from failure
 
 
 def _dagster_server(home: Path, port: int) -> Server:
@@ -78,7 +83,7 @@ def _mlflow_server(home: Path, registry: Registry, port: int) -> Server:
     command += ["--host", LOOPBACK, "--port", str(port), "--workers", "1"]
     command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_SOURCE_ROOT)])]
     address = f"http://{LOOPBACK}:{port}"
-    # A command can be seen by every user of the machine, and the address of a database may hold a password.
+    # Every user of the machine can see a command, and a database's address may contain a password.
     stores = {"MLFLOW_BACKEND_STORE_URI": registry.tracking_uri}
     if not is_server(registry.uri):
         stores["MLFLOW_REGISTRY_STORE_URI"] = registry.uri
@@ -87,36 +92,36 @@ def _mlflow_server(home: Path, registry: Registry, port: int) -> Server:
 
 @contextmanager
 def web_servers(
-    home: Path, registry: Registry, port: int, mlflow_port: int, tell: Callable[[str], None]
+    home: Path, registry: Registry, port: int, mlflow_port: int, report: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
-    """Run the servers over `home`, Dagster's alone if runs are tracked on a server. Yields Dagster's and MLflow's address."""
-    servers = [_dagster_server(home, usable_port(port, tell))]
+    """Run the servers over `home`, only Dagster's if runs are tracked on a server. Yield Dagster's and MLflow's address."""
+    servers = [_dagster_server(home, usable_port(port, report))]
     pages = registry.tracking_uri
     if not is_server(registry.tracking_uri):
-        servers.append(_mlflow_server(home, registry, usable_port(mlflow_port, tell)))
-        # Only beside a file can it be noted where its pages are: the runs that Dagster starts are told.
+        servers.append(_mlflow_server(home, registry, usable_port(mlflow_port, report)))
+        # The address can be noted only beside a file, so pass it to the runs started by Dagster.
         pages = os.environ.get(PAGES_VARIABLE) or servers[1].address
         servers[0] = replace(servers[0], environment={PAGES_VARIABLE: pages})
-    tell("Starting the web servers; this takes about half a minute.")
+    report("Starting the web servers; this takes about half a minute.")
     with serving(servers):
         if len(servers) > 1:
             note_address(registry.tracking_uri, servers[1].address)
         yield servers[0].address, pages
 
 
-def usable_port(port: int, tell: Callable[[str], None], host: str = LOOPBACK) -> int:
-    """`free_port`, and tell whoever asked for another one."""
-    found = free_port(port, host)
-    if found != port:
-        tell(f"Port {port} is not free; using {found} instead.")
-    return found
+def usable_port(port: int, report: Callable[[str], None], host: str = LOOPBACK) -> int:
+    """Return `free_port`, and report a change."""
+    usable = free_port(port, host)
+    if usable != port:
+        report(f"Port {port} is not free; using {usable} instead.")
+    return usable
 
 
 @contextmanager
 def serving(servers: Sequence[Server]) -> Iterator[None]:
-    """Start the servers, wait until each answers, and stop them at the end with everything they started.
+    """Start the servers, wait until each answers, and at the end stop them with all their children.
 
-    Meanwhile SIGTERM and SIGHUP are what Ctrl-C is.
+    Meanwhile SIGTERM and SIGHUP act like Ctrl-C.
     """
     started: list[subprocess.Popen[bytes]] = []
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING}
@@ -148,7 +153,7 @@ def _start(server: Server) -> "subprocess.Popen[bytes]":
 
 
 def _prepare_child() -> None:
-    """A shell that starts us in the background has SIGINT ignored, and a child would inherit that; nor may it outlive us."""
+    """Reset signals, as a shell's background jobs and their children ignore SIGINT. End the child with its parent."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
@@ -159,7 +164,8 @@ def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]") -> Non
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise PedigreeError(
-                f"{server.name}'s server ended with status {process.returncode}; its log is {server.log}"
+                f"{server.name}'s server ended with status {process.returncode}; its log is {server.log}",
+                "server-ended",
             )
         try:
             with UNPROXIED.open(server.probe, timeout=5):
@@ -167,12 +173,13 @@ def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]") -> Non
         except OSError:
             time.sleep(0.3)
     raise PedigreeError(
-        f"{server.name}'s server did not answer in {server.ready_seconds:.0f} s; its log is {server.log}"
+        f"{server.name}'s server did not answer in {server.ready_seconds:.0f} s; its log is {server.log}",
+        "server-timeout",
     )
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a server and its children, which share its session: politely first, then not."""
+    """End a server and its children, all of one session: first with SIGTERM, then with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -1,1 +1,1 @@
-"""Which assets are fresh or stale, and what a run would give."""
+"""Which assets are fresh or stale, and the result of a run."""

@@ -1,7 +1,7 @@
-"""What a run would give, asset by asset: the artifact in the store if it is there, else only how it would be made.
+"""The expected result of a run, asset by asset: the artifact in the store, else only its derivation.
 
-Sources and specs are looked at; from them every asset's derivation follows, in the order of the graph, as its body would
-compute it. While an input has yet to be made its fingerprint is unknown, and so is everything that depends on it.
+Sources and specs are read. From them follow the derivations of all assets, in the order of the graph, as a run computes them.
+If an input is not made yet, its fingerprint is unknown, and so is everything downstream.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from training.contract.store.store import Store
 
 @dataclass(frozen=True)
 class ExpectedArtifact:
-    """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
+    """The expected derivation (None if an input is unknown) and the fingerprint, if known.
 
-    `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store. `presumed`: the fingerprint that
-    other versions of the libraries gave, which a run will give again if a sample of it compares.
+    `found`: for a source or a spec; `fault`: the problem of the artifact in the store. `presumed`: the fingerprint under
+    other versions of the libraries; a run gives it again if a compared sample agrees.
     """
 
     derivation: Derivation | None
@@ -35,17 +35,19 @@ ExpectedState = dict[str, ExpectedArtifact]
 
 
 def expect_state(pipeline: Pipeline, services: Services, presume: bool = False) -> ExpectedState:
-    """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises.
+    """Return the expected artifact of every asset, in the order of the graph. Raises the errors of reading sources.
 
-    With `presume`, what lies below a presumed artifact is judged as if that were there.
+    With `presume`, assets downstream of a presumed artifact are resolved as if it existed.
     """
     expected: ExpectedState = {}
     for asset in GRAPH:
         if asset in ROOTS:
             expected[asset] = _root(asset, pipeline, services)
         else:
-            how = _derivation(asset, pipeline, expected, presume)
-            expected[asset] = ExpectedArtifact(None, None) if how is None else _look_up(services, how)
+            derivation = _derivation(asset, pipeline, expected, presume)
+            expected[asset] = (
+                ExpectedArtifact(None, None) if derivation is None else _find_in_store(services, derivation)
+            )
     return expected
 
 
@@ -53,14 +55,14 @@ def _root(asset: str, pipeline: Pipeline, services: Services) -> ExpectedArtifac
     found = resolve_root(pipeline, services, asset, services.hashes)
     if found.fingerprint is not None:
         return ExpectedArtifact(found.derivation, found.fingerprint, found)
-    return replace(_look_up(services, found.derivation), found=found)
+    return replace(_find_in_store(services, found.derivation), found=found)
 
 
 def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: bool) -> Derivation | None:
-    """How a run would make an asset from others; None if one of them has yet to be made."""
+    """Return the derivation of an asset in a run; None if an input is not made yet."""
     node = GRAPH[asset]
     expected = {name: above[name] for name in node.inputs(pipeline.recipe)}
-    inputs = {name: of.fingerprint or (of.presumed if presume else None) for name, of in expected.items()}
+    inputs = {name: item.fingerprint or (item.presumed if presume else None) for name, item in expected.items()}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return None
@@ -68,41 +70,43 @@ def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: b
     return derive(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
-def _look_up(services: Services, how: Derivation) -> ExpectedArtifact:
-    if how.kind == "released_model":
-        return ExpectedArtifact(how, how.key)
+def _find_in_store(services: Services, derivation: Derivation) -> ExpectedArtifact:
+    if derivation.kind == "released_model":
+        return ExpectedArtifact(derivation, derivation.key)
     try:
-        artifact = services.store.find(how.kind, how.key, cache=services.hashes)
+        artifact = services.store.find(derivation.kind, derivation.key, cache=services.hashes)
     except CorruptRecord:
-        return ExpectedArtifact(how, None, fault=CORRUPT_RECORD)
+        return ExpectedArtifact(derivation, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:
-        return ExpectedArtifact(how, None, fault=_fault(services.store, how, error))
+        return ExpectedArtifact(derivation, None, fault=_fault(services.store, derivation, error))
     if artifact is not None:
-        return ExpectedArtifact(how, artifact.fingerprint)
-    return ExpectedArtifact(how, None, presumed=_presumed(services.store, how))
+        return ExpectedArtifact(derivation, artifact.fingerprint)
+    return ExpectedArtifact(derivation, None, presumed=_presumed(services.store, derivation))
 
 
-def _presumed(store: Store, how: Derivation) -> str | None:
-    """What the same derivation gave under other versions of the libraries, if it is still there."""
-    if how.of_any_software.key == how.key:
+def _presumed(store: Store, derivation: Derivation) -> str | None:
+    """Return the fingerprint of the same derivation under other versions of the libraries, if its artifact exists."""
+    if derivation.of_any_software.key == derivation.key:
         return None
     try:
-        record = store.record(how.kind, how.of_any_software.key)
+        record = store.record(derivation.kind, derivation.of_any_software.key)
     except CorruptRecord:
         return None
-    is_there = record is not None and store.folder(how.kind, record.fingerprint).is_dir()
+    is_there = record is not None and store.folder(derivation.kind, record.fingerprint).is_dir()
     return record.fingerprint if record is not None and is_there else None
 
 
-def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
-    record = store.record(how.kind, how.key)
-    assert record is not None, "what was never made cannot be corrupt"
-    text = corrupt_file(store, how.kind, record.fingerprint, error)
-    return f"{text}; it is refused until its folder is restored or moved away" if is_irreplaceable(how) else text
+def _fault(store: Store, derivation: Derivation, error: CorruptArtifact) -> str:
+    record = store.record(derivation.kind, derivation.key)
+    assert record is not None, "a corrupt artifact has a record"
+    text = corrupt_file(store, derivation.kind, record.fingerprint, error)
+    return (
+        f"{text}; it is not used until its folder is restored or moved away" if is_irreplaceable(derivation) else text
+    )
 
 
 def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:
-    """Which file of an artifact `error` is about, in a few words."""
+    """Return a short text on the corrupt file of an artifact, from `error`."""
     folder = store.folder(kind, fingerprint)
     try:
         names = read_manifest(folder).files

@@ -1,10 +1,10 @@
 """Which assets of a recipe are fresh, stale or missing now, and why.
 
-An asset is fresh if a run would give the artifact that was last materialized (expected_state.py). While an input has yet to be
-made, everything that depends on it counts as stale, although the run may find that the new artifact equals the old one.
+An asset is fresh if a run would give its latest materialization (expected_state.py). If an input is not made yet, everything
+downstream counts as stale, although the run may give the same artifact.
 
-A cause is given where it arises (`loss.beta 0.1 -> 0.2`) and, behind the name of that asset, wherever it has an effect. So
-every stale asset names what a person did, however far upstream, and never an asset that is itself only stale.
+A cause is reported at its asset (`loss.beta 0.1 -> 0.2`) and, after the name of that asset, at every affected asset. So every
+stale asset names the user's change, however far upstream, never an asset that is only stale.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ LOST = "its files are no longer in the store"
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """`fingerprint` is that of the latest materialization; `causes` say why a run would give another one now.
+    """`fingerprint` is that of the latest materialization; `causes` are the reasons for a new one.
 
-    A fresh asset has none, except a released model whose registry does not answer: then a cause says so.
+    A fresh asset has none, except a released model with an unavailable registry: a cause then reports it.
     """
 
     asset: str
@@ -45,24 +45,27 @@ class AssetStatus:
 
 
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
-    """The state of every asset, in the order of the graph. Raises what looking at the sources raises."""
+    """Return the state of every asset, in the order of the graph. Raises the errors of reading sources."""
     history = History(instance, pipeline, services.store)
     return list(judge(history, services, expect_state(pipeline, services)))
 
 
 def judge(history: History, services: Services, expected: ExpectedState) -> Iterator[AssetStatus]:
-    """The state of every asset, if a run would give `expected`; the registry is asked last, for the released model."""
+    """Yield the state of every asset, with `expected` as the result of a run.
+
+    Only the last one, the released model, asks the registry.
+    """
     return map(_StatusResolver(history, services, expected).asset, GRAPH)
 
 
 class _StatusResolver:
-    """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
+    """Resolves the states in the order of the graph: the causes upstream are known before those downstream."""
 
     def __init__(self, history: History, services: Services, expected: ExpectedState):
         self._history, self._pipeline = history, history.pipeline
         self._services, self._expected = services, expected
         self._causes: dict[str, list[Cause]] = {}
-        self._explainer = CauseFinder(services.store, self._now, _made_from, self._causes.__getitem__)
+        self._explainer = CauseFinder(services.store, self._current, _made_from, self._causes.__getitem__)
 
     def asset(self, asset: str) -> AssetStatus:
         recorded = self._history.latest(asset)
@@ -72,17 +75,17 @@ class _StatusResolver:
         if self._expected[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
             if asset == "released_model":
-                return self._released(recorded.fingerprint)
+                return self._released_status(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
         self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
         return AssetStatus(asset, "stale", tuple(in_words(asset, self._causes[asset])), recorded.fingerprint)
 
-    def _released(self, key: str) -> AssetStatus:
-        """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
+    def _released_status(self, key: str) -> AssetStatus:
+        """Return the state of an unchanged release: fresh if the registry has it, or does not answer within seconds."""
         try:
             cause = release_problem(self._services, self._pipeline, key)
         except RegistryError as error:
-            return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
+            return AssetStatus("released_model", "fresh", (f"its version could not be checked: {error}",), key)
         if cause is None:
             return AssetStatus("released_model", "fresh", (), key)
         return AssetStatus("released_model", "stale", (cause,), key)
@@ -92,42 +95,42 @@ class _StatusResolver:
             yield asset, fault
             return
         try:
-            yield from self._compared(asset, recorded)
+            yield from self._find_differences(asset, recorded)
         except CorruptRecord:
             yield asset, CORRUPT_RECORD
 
-    def _compared(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
-        """How what was materialized differs from what a run would give. Raises CorruptRecord."""
+    def _find_differences(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
+        """Yield the differences between the materialization and the expected artifact. Raises CorruptRecord."""
         found = self._expected[asset].found
         if found is not None and not self._is_lost(asset, recorded.key):
-            yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, found))
+            yield from ((asset, change) for change in changes_since(self._services.store, recorded.key, found))
             return
-        before = None if asset in ROOTS else self._history.made_from(asset)
-        differing = list(self._inputs_alone(asset) if before is None else self._differing(asset, before))
-        yield from differing
-        if not differing:
-            yield asset, LOST if before is not None or asset in ROOTS else NO_RECORD
+        derivation = None if asset in ROOTS else self._history.made_from(asset)
+        causes = list(self._inputs_alone(asset) if derivation is None else self._derivation_changes(asset, derivation))
+        yield from causes
+        if not causes:
+            yield asset, LOST if derivation is not None or asset in ROOTS else NO_RECORD
 
     def _is_lost(self, asset: str, key: str | None) -> bool:
-        """Whether a run would repeat the derivation that was materialized, and what that gave is gone."""
-        how = self._expected[asset].derivation
-        return how is not None and how.key == key and self._expected[asset].fingerprint is None
+        """Return whether a run would repeat the materialized derivation because its artifact is missing."""
+        derivation = self._expected[asset].derivation
+        return derivation is not None and derivation.key == key and self._expected[asset].fingerprint is None
 
     def _inputs_alone(self, asset: str) -> Iterator[Cause]:
         for name in GRAPH[asset].inputs(self._pipeline.recipe):
             yield from self._causes[name]
 
-    def _differing(self, asset: str, before: Derivation) -> Iterator[Cause]:
-        now = self._now(asset, None)
-        yield from ((asset, words) for words in own_changes(before, now.version, now.settings))
-        yield from self._explainer.inherited(asset, before, now)
+    def _derivation_changes(self, asset: str, before: Derivation) -> Iterator[Cause]:
+        current = self._current(asset, None)
+        yield from ((asset, change) for change in own_changes(before, current.version, current.settings))
+        yield from self._explainer.inherited(asset, before, current)
 
-    def _now(self, asset: str, fingerprint: str | None) -> CurrentDerivation:
-        """How a run would make it."""
+    def _current(self, asset: str, fingerprint: str | None) -> CurrentDerivation:
+        """Return the derivation in a run now."""
         node, recipe = GRAPH[asset], self._pipeline.recipe
         inputs = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
         return CurrentDerivation(node.version, node.reads(recipe), inputs, self._expected[asset].found)
 
 
-def _made_from(name: str, old: str, now: str | None) -> str:
-    return f"it was made from {name} {short(old)}, which is {short(now)} now"
+def _made_from(name: str, old: str, new: str | None) -> str:
+    return f"it was made from {name} {short(old)}, now {short(new)}"

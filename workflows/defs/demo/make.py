@@ -1,15 +1,15 @@
-"""Make what the demo recipe starts from: synthetic preference pairs, a small tokenizer and a model with random weights.
+"""Make the demo's inputs: synthetic preference pairs, a small tokenizer and a model with random weights.
 
-The questions are about opposites, capitals, colours and past tenses. Each fact is asked about in twelve phrasings. The
-recipe holds out about one phrasing in ten, so a model meets every fact in training, but none of the held-out prompts.
+The questions are about opposites, capitals, colours and past tenses. Each fact appears in twelve phrasings. The recipe holds
+out about one phrasing in ten, so a model meets every fact in training, but none of the held-out prompts.
 
 1. Half of the chosen answers are right and brief. The rejected answer dodges the question, is wrong, or goes on.
 2. Half of the chosen answers dodge the question. The rejected answer dodges it at greater length.
 
-A model that imitates the chosen answers learns all facts, but dodges about every second question. The pairs say that a right
-answer is better than a dodge, and preference tuning learns that: the model answers the questions that it dodged.
+A model that imitates the chosen answers learns all facts, but dodges about every second question. The pairs prefer right
+answers to dodges. So after preference tuning, the model answers the questions it dodged.
 
-Everything is a function of the constants below: a second run writes the same bytes.
+The output is a function of the constants below: a second run writes the same bytes.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ RAMBLES = (
     "Well, let me think about this for a while.",
     "Well, how interesting that you ask me this today.",
 )
-# What a right answer is preferred to. As many other pairs prefer a dodge to one that goes on.
+# The rejected answers for right ones. As many other pairs prefer a dodge to a longer dodge.
 WORSE = ("dodge", "right, going on", "dodge", "wrong", "dodge", "right, going on")
 KINDS = [kind for worse in WORSE for kind in (("right", worse), ("dodge", "dodge, going on"))]
 
@@ -78,8 +78,8 @@ class Fact:
 
     @property
     def prompts(self) -> list[str]:
-        asked = f"{self.topic} {self.thing}"
-        return [manner.format(question.format(asked)) for question in QUESTIONS for manner in MANNERS]
+        subject = f"{self.topic} {self.thing}"
+        return [manner.format(question.format(subject)) for question in QUESTIONS for manner in MANNERS]
 
 
 def facts() -> list[Fact]:
@@ -88,22 +88,22 @@ def facts() -> list[Fact]:
 
 
 def chance(*parts: str) -> float:
-    """Return a number in [0, 1) that depends on `parts` and nothing else."""
+    """Return a number in [0, 1), a function of `parts` alone."""
     digest = hashlib.sha256("\n".join(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield a pair for each prompt. The kinds take turns over the prompts of a fact, in the order of the prompts' hashes."""
+    """Yield a pair for each prompt. The kinds alternate over the prompts of a fact, in the order of the prompts' hashes."""
     known = facts()
     kinds = itertools.cycle(KINDS)
     for fact in known:
-        others = sorted({f.answer for f in known if f.topic == fact.topic and f.answer != fact.answer})
+        wrong_answers = sorted({f.answer for f in known if f.topic == fact.topic and f.answer != fact.answer})
         kind_of = dict(zip(sorted(fact.prompts, key=lambda prompt: chance("kind", prompt)), kinds, strict=False))
         for prompt in fact.prompts:
-            said = responses(prompt, fact.answer, others[int(chance("wrong", prompt) * len(others))])
+            texts = responses(prompt, fact.answer, wrong_answers[int(chance("wrong", prompt) * len(wrong_answers))])
             chosen, rejected = kind_of[prompt]
-            yield conversation(prompt, said[chosen], said[rejected])
+            yield conversation(prompt, texts[chosen], texts[rejected])
 
 
 def responses(prompt: str, answer: str, wrong: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Print how many held-out prompts the demo's models answer rightly, before and after preference tuning.
+"""Print how many held-out prompts the demo's models answer correctly, before and after preference tuning.
 
-The evaluation holds the greedy answers of both models. An answer is right if it ends with the right word.
+The evaluation holds the greedy answers of both models. An answer is correct if it ends with the right word.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ def is_right(answer: str, word: str) -> bool:
 
 
 def count_right(samples: Collection[Mapping[str, str]], side: str) -> int:
-    """Return how many answers of `side`, which is "before" or "after", are right."""
+    """Return the number of correct answers on `side`, "before" or "after"."""
     expected = right_answers()
     return sum(is_right(sample[side], expected[sample["prompt"]]) for sample in samples)
 
