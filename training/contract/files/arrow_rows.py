@@ -1,14 +1,14 @@
-"""Rows of tables as the rows that they were made from.
+"""Restore the original rows of Parquet and Arrow tables.
 
-In Parquet and Arrow every struct of a column has the fields of all of them, and every row all columns: what one of them did
-not have is null in it. A map comes as a list of pairs.
+There every struct of a column has the fields of all structs, and every row has all columns: a missing field becomes null. A
+map becomes a list of pairs.
 """
 
 from typing import Any
 
 
 def without_nulls(value: Any) -> Any:
-    """`value`, a row or a part of one, without the fields that are null in it, and with maps as objects."""
+    """Return a row, or a part of one, without null fields and with maps as objects."""
     if isinstance(value, list) and value and all(isinstance(part, tuple) for part in value):
         value = dict(value)
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Repositories of the Hugging Face hub: the commit a revision points at, the files of a commit, and copies of them here.
+"""Repositories of the Hugging Face Hub: the commit of a revision, the files of a commit, and local copies of them.
 
-The content of a commit never changes, so it is taken from the hub's cache (HF_HOME) without a request. Requests are made for
-the commit that a branch or a tag points at now, and for what the cache lacks. If the hub cannot be reached (HF_HUB_OFFLINE, no
-answer, a server error), the last known commit of a branch is taken, with a warning.
+The content of a commit never changes, so cached files (HF_HOME) need no request. Requests resolve branches and tags, and
+fetch missing files. If the Hub is unreachable (HF_HUB_OFFLINE, no answer, a server error), the last known commit of a branch
+is used, with a warning.
 
-Errors come early: the hub's client retries for minutes, so one request with a time limit shows first that the hub answers
-and has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_files`
-compares. Authentication is the client's: HF_TOKEN, or `hf auth login`.
+The Hub's client retries for minutes. So one request with a time limit first checks that the Hub answers and has the repository.
+The cache names a file by its hash, SHA-256 for a large file, Git's for a small one; `check_files` compares. The client
+authenticates with HF_TOKEN, or `hf auth login`.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ _MEGABYTE = 10**6
 _TOO_MANY_REQUESTS = 429
 _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 CARD = "README.md"
-CARD_FILES = (CARD, ".huggingface.yaml")  # with the configs and splits of a data set: either may have them
-_ABOUT_ALL = (*CARD_FILES, ".gitattributes")
+CARD_FILES = (CARD, ".huggingface.yaml")  # either may hold the configs and splits of a data set
+_SMALL_FILES = (*CARD_FILES, ".gitattributes")  # any download also caches the list of all files
 _LOG = logging.getLogger(__name__)
 
 
 class _PromptApi(HfApi):
-    """The hub's client with a time limit, which `repo_info` does not have by default."""
+    """The Hub's client, with a time limit for `repo_info`."""
 
     def repo_info(self, *args: Any, **kwargs: Any) -> Any:
         return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
@@ -59,33 +59,33 @@ class _PromptApi(HfApi):
 
 @dataclass(frozen=True)
 class Repository:
-    """A model or a data set of the hub. Every method raises HubError, which says what is wrong and what to do."""
+    """A model or a data set of the Hub. Every method raises HubError."""
 
     id: str
     kind: Literal["model", "dataset"]
     revision: str | None = None
 
     def commit(self) -> str:
-        """The commit of the revision; no request is made where the revision is a commit, or `pin_hub_revisions` knows it."""
+        """Return the commit of the revision, without a request if it is a commit or `pin_hub_revisions` knows it."""
         known = _COMMITS.get({})
         if self not in known:
-            with self._explaining():
-                known[self] = self._resolved().resolved
+            with self._explain_errors():
+                known[self] = self._resolve().resolved
         return known[self]
 
     def files(self, commit: str) -> dict[str, str]:
-        """The files of `commit` by path, with Git's hash of each."""
+        """Return Git's hash of each file of `commit`, by path."""
         tree = self._cached_tree(commit)
         if tree is None:
-            replace(self, revision=commit)._download(_ABOUT_ALL, (), _discard)
+            replace(self, revision=commit)._download(_SMALL_FILES, (), _discard)
             tree = self._cached_tree(commit)
         assert tree is not None, "a download leaves the list of files in the cache"
         return tree
 
     def cached(self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path | None:
-        """The folder with those files of `commit` that match `patterns`; None unless all of them are in the cache.
+        """Return the folder with the files of `commit` matching `patterns`; None unless all of them are cached.
 
-        Other programs may have cached some files of a commit without a list of all. Then the list is requested.
+        Other programs may cache files of a commit without the list of all its files. This requests the missing list.
         """
         folder = self._cached_folder(commit, patterns, ignored)
         if folder is None or self._cached_tree(commit) is not None:
@@ -98,7 +98,7 @@ class Repository:
         return self._cached_folder(commit, patterns, ignored)
 
     def _cached_folder(self, commit: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path | None:
-        """The same, except that without a cached list of the commit's files it is the folder with whatever is cached."""
+        """Return the same folder; without a cached list of files, the folder may be incomplete."""
         try:
             return replace(self, revision=commit)._snapshot(patterns, ignored, local_files_only=True)
         except LocalEntryNotFoundError:
@@ -107,9 +107,9 @@ class Repository:
     def fetch(
         self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = (), emit: Emit | None = None
     ) -> Path:
-        """The folder with those files, after downloading the missing ones; phase and progress go to `emit`."""
-        found = self.cached(commit, patterns, ignored)
-        return found or replace(self, revision=commit)._download(patterns, ignored, emit or _discard)
+        """Download missing files and return the folder with all of them. Report phase and progress to `emit`."""
+        folder = self.cached(commit, patterns, ignored)
+        return folder or replace(self, revision=commit)._download(patterns, ignored, emit or _discard)
 
     def _cached_tree(self, commit: str) -> dict[str, str] | None:
         try:
@@ -119,80 +119,85 @@ class Repository:
         return {file.path: file.blob_id for file in tree}
 
     def _download(self, patterns: Sequence[str], ignored: Sequence[str], emit: Emit) -> Path:
-        with self._explaining():
+        with self._explain_errors():
             _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
             emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
-            return self._snapshot(patterns, ignored, tqdm_class=_reporting(emit))
+            return self._snapshot(patterns, ignored, tqdm_class=_progress_bar(emit))
 
-    def _snapshot(self, patterns: Sequence[str], ignored: Sequence[str], **how: Any) -> Path:
-        how |= {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
-        return Path(snapshot_download(self.id, repo_type=self.kind, revision=self.revision, **how))
+    def _snapshot(self, patterns: Sequence[str], ignored: Sequence[str], **options: Any) -> Path:
+        options |= {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
+        return Path(snapshot_download(self.id, repo_type=self.kind, revision=self.revision, **options))
 
-    def _resolved(self) -> ResolvedRevision:
-        about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
+    def _resolve(self) -> ResolvedRevision:
+        options: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
-            return _PromptApi().resolve_revision(self.id, **about)
+            return _PromptApi().resolve_revision(self.id, **options)
         except HfHubHTTPError as error:
-            # Without an answer, or after a server error (5xx), the client itself does the same.
+            # Without an answer, or after a server error (5xx), the client itself uses the cache.
             if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
             try:
-                found = _PromptApi().resolve_revision(self.id, **about, local_files_only=True)
+                cached = _PromptApi().resolve_revision(self.id, **options, local_files_only=True)
             except RevisionResolutionError:
                 raise error from None
             _LOG.warning("%s gets too many requests (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
-            return found
+            return cached
 
     @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Turn the client's errors into a HubError."""
         try:
             yield
         except Exception as error:  # the client raises many kinds of errors, some as the cause of others
-            raise HubError(self._explained(error)) from error
+            raise self._explain(error) from error
 
-    def _explained(self, error: BaseException) -> str:
-        what = f"the {self.kind} {self.id}"
+    def _explain(self, error: BaseException) -> HubError:
+        repository = f"the {self.kind} {self.id}"
+        revision = self.revision or constants.DEFAULT_REVISION
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
         for cause in causes:
             match cause:
                 case HFValidationError():
-                    return f"{self.id!r} is not an id of the hub: expected organization/name"
+                    return HubError(f"{self.id!r} is not an id of the Hub: expected organization/name", "bad-hub-id")
                 case OfflineModeIsEnabled():
-                    return (
-                        f"{what} ({self._named_revision}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
-                        "is set; unset it for the first run"
+                    return HubError(
+                        f"{repository} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
+                        "is set; unset it for the first run",
+                        "hub-offline",
                     )
                 case GatedRepoError():
-                    return (
-                        f"{what} is gated; ask for access on its page of {constants.ENDPOINT}, then set HF_TOKEN "
-                        "or run `hf auth login`"
+                    return HubError(
+                        f"{repository} is gated; request access on its page of {constants.ENDPOINT}, then set HF_TOKEN "
+                        "or run `hf auth login`",
+                        "gated-repository",
                     )
                 case RevisionNotFoundError():
-                    return f"{what} has no revision {self._named_revision}; expected a branch, a tag or a whole commit"
+                    return HubError(
+                        f"{repository} has no revision {revision}; expected a branch, a tag or a whole commit",
+                        "no-revision",
+                    )
                 case RepositoryNotFoundError():
-                    return (
-                        f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; look at the name, and for a "
-                        "private one set HF_TOKEN or run `hf auth login`"
+                    return HubError(
+                        f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; check the name; for a "
+                        "private one set HF_TOKEN or run `hf auth login`",
+                        "no-repository",
                     )
                 case OSError() if cause.filename is not None or is_disk_full(str(cause)):
-                    return str(write_error(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
+                    return HubError(str(write_error(f"download {repository}", Path(constants.HF_HUB_CACHE), cause)))
                 case HfHubHTTPError():
-                    said = cause.server_message or cause.response.reason_phrase
-                    return (
-                        f"{constants.ENDPOINT} answers {cause.response.status_code} ({said}) when asked for {what}; "
-                        "try again later, or set HF_HUB_OFFLINE=1 to go on with what is cached"
+                    reason = cause.server_message or cause.response.reason_phrase
+                    return HubError(
+                        f"{constants.ENDPOINT} answers {cause.response.status_code} ({reason}) to a request for "
+                        f"{repository}; try again later, or set HF_HUB_OFFLINE=1 to use the cache",
+                        "hub-http-error",
                     )
-        return (
-            f"{what} ({self._named_revision}) is not in the cache and cannot be fetched from {constants.ENDPOINT}: "
-            f"{type(causes[-1]).__name__}: {str(causes[-1]).strip() or 'no answer'}; look at the network and at HF_ENDPOINT"
+        return HubError(
+            f"{repository} ({revision}) is not in the cache and cannot be fetched from {constants.ENDPOINT}: "
+            f"{type(causes[-1]).__name__}: {str(causes[-1]).strip() or 'no answer'}; check the network and HF_ENDPOINT",
+            "hub-unreachable",
         )
-
-    @property
-    def _named_revision(self) -> str:
-        return self.revision or constants.DEFAULT_REVISION
 
 
 _COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set within `pin_hub_revisions`
@@ -200,10 +205,7 @@ _COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set with
 
 @contextlib.contextmanager
 def pin_hub_revisions() -> Iterator[None]:
-    """Within the block a branch stays where it was when first asked for: all that is made there is made from one state.
-
-    A block within another is of the other's state.
-    """
+    """Resolve each branch once within the block, so all its artifacts use one commit. A nested block shares the outer pins."""
     token = _COMMITS.set(_COMMITS.get({}))
     try:
         yield
@@ -212,9 +214,9 @@ def pin_hub_revisions() -> Iterator[None]:
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """Raises HubError unless the bytes of `paths`, files of a snapshot, have the hashes by which the cache names them.
+    """Raise HubError unless the files of a snapshot have the hashes in the cache's names.
 
-    In a cache without symbolic links there are no such names, and nothing is compared.
+    A cache without symbolic links has no such names; then this compares nothing.
     """
     hash_in_threads(_check_file, paths, paths)
 
@@ -227,19 +229,20 @@ def _check_file(path: Path, count: Tally) -> None:
         digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     else:
         return
-    if (found := digest_file(path, digest, count)) != name:
+    if (actual := digest_file(path, digest, count)) != name:
         raise HubError(
-            f"{path} is corrupt: its bytes give {short(found)}, and the hub promised {short(name)}; remove "
-            f"{path.resolve()} and run again, which downloads it again"
+            f"{path} is corrupt: its bytes give {short(actual)}, and the Hub promised {short(name)}; remove "
+            f"{path.resolve()} and run again to download it",
+            "corrupt-download",
         )
 
 
 def _discard(event: str, **fields: Any) -> None:
-    """An `Emit` that drops what it gets."""
+    """Drop an event."""
 
 
-def _reporting(emit: Emit) -> type[tqdm]:
-    """A class for a progress bar that draws nothing, and reports to `emit` where it counts the bytes of all files."""
+def _progress_bar(emit: Emit) -> type[tqdm]:
+    """Return a class for an invisible progress bar. The bar over the bytes of all files reports to `emit`."""
 
     class Reporting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

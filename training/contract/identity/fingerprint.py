@@ -1,8 +1,7 @@
-"""Fingerprints: sha256 over canonical JSON. (Of the bytes of files: training.contract.identity.file_hashing.)
+"""Fingerprints: sha256 over canonical JSON. (For files, see training.contract.identity.file_hashing.)
 
-An identity is always `fingerprint(kind, content)`: the kind and the schema version are part of what is hashed, so two
-artifacts of different kinds never share one, and a change of format starts a new family. People see 12 digits, files
-hold all 64.
+`fingerprint(kind, content)` also hashes the kind and the schema version. So artifacts of different kinds never share a
+fingerprint, and a new format gives new fingerprints. Displays show 12 digits, files hold all 64.
 """
 
 import hashlib
@@ -18,44 +17,45 @@ from typing import Any
 from training.contract.errors import UsageError
 
 SCHEMA_VERSION = 1
-KEY_BYTES = 32  # of the identity of a sequence
+KEY_BYTES = 32  # the length of a sequence's key
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
-# Made once: each pair is written so nine times, and `json.dumps` makes one each time.
+# One encoder for all calls: `json.dumps` would create one per call, nine per pair.
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical_json(value: Any) -> bytes:
-    """`value` as sorted, compact UTF-8 JSON. Floats are written by `repr`, which is exact; NaN and infinity are refused.
+    """Return `value` as sorted, compact UTF-8 JSON. Floats are written exactly, by `repr`.
 
-    Raises ValueError for a non-finite number and TypeError for what JSON cannot hold.
+    Raises ValueError for NaN and infinity, TypeError for types unknown to JSON.
     """
     return _CANONICAL.encode(value).encode()
 
 
 def check_text(path: Path, kind: type[UsageError] = UsageError) -> None:
-    """Raises an error of this `kind` where a path is not text, and so can be in no JSON."""
+    """Raise an error of this `kind` if a path has undecodable bytes: JSON could not hold it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
         legible = os.fsencode(path).decode(errors="backslashreplace")
         raise kind(
-            f"{legible} has bytes that are not {sys.getfilesystemencoding()}; rename it, or, where it is UTF-8, set a locale "
-            "such as LC_ALL=C.UTF-8"
+            f"{legible} has bytes that are not {sys.getfilesystemencoding()}; rename it, or, if it is UTF-8, set a locale "
+            "such as LC_ALL=C.UTF-8",
+            "undecodable-path",
         ) from None
 
 
 def value_digest(value: Any) -> bytes:
-    """sha256 of `value` as canonical JSON."""
+    """Return the sha256 of `value` as canonical JSON."""
     return hashlib.sha256(canonical_json(value)).digest()
 
 
 def fingerprint(kind: str, content: Any) -> str:
-    """The identity of `content` as an artifact of `kind`: 64 hexadecimal digits."""
+    """Return the fingerprint of `content` as an artifact of `kind`: 64 hexadecimal digits."""
     return value_digest([SCHEMA_VERSION, kind, content]).hex()
 
 
 def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
-    """The identity of a sequence of byte strings, in order, without holding them all; each is length-prefixed."""
+    """Return the fingerprint of an ordered stream of byte strings, each hashed with its length."""
     digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, kind]))
     for item in items:
         digest.update(len(item).to_bytes(8, "big"))
@@ -64,7 +64,7 @@ def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
 
 
 def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
-    """The identity of a token sequence, `KEY_BYTES` of them: its token ids and which of them are trained."""
+    """Return the key of a sequence, `KEY_BYTES` long: the digest of its token ids and mask."""
     assert len(ids) == len(mask), f"{len(ids)} ids and {len(mask)} mask entries"
     digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, "sequence", len(ids)]))
     digest.update(struct.pack(f"<{len(ids)}i", *ids))
@@ -73,10 +73,10 @@ def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
 
 
 def short(full: str | None) -> str:
-    """The first 12 digits: what people see."""
+    """Return the first 12 digits, for display."""
     return full[:12] if full else "-"
 
 
 def shortened(text: str) -> str:
-    """`text` as people see it: short if it is a fingerprint."""
+    """Return the text for display: short if it is a fingerprint."""
     return short(text) if _FINGERPRINT.fullmatch(text) else text

@@ -1,17 +1,16 @@
-"""The identity of a model's weights: its tensors, and the config fields that change the function it computes.
+"""The identity of a model's weights: its tensors, and the config fields with an effect on its function.
 
-A tensor counts by name, dtype, shape and bytes; the tensors are merged in the order of their names. Files, order and metadata
-do not count, since they change no log-prob: weights that are saved again or cut into other shards keep their identity. It
-costs no more than hashing files: every byte is read once, and as threads hash a tensor each, one large file keeps all
-cores busy.
+It hashes each tensor's name, dtype, shape and bytes, in the order of names. Files, their order and metadata do not change any
+log-prob, so they do not count: weights saved again or in other shards keep their identity. Every byte is read once. Each thread
+hashes one tensor at a time, so one large file keeps all cores busy.
 
-The files are those transformers would load: `model.safetensors`, else those its index names, else all there are.
+As in transformers, the files are `model.safetensors`, else the files of its index, else all *.safetensors.
 
-An adapter is identified by its own tensors and config, and by the weights it was trained on. A folder that holds a model and
-an adapter is refused: transformers would add the one to the other without a warning.
+The identity of an adapter consists of its tensors, its config, and the weights it was trained on. A folder with a model and an
+adapter is an error: transformers would merge them without a warning.
 
-Of a config all fields count as they are written, except those in `_NO_FUNCTION`: a field that is written out with its default
-gives another identity, since only the model's code knows the defaults. That errs on the safe side: sequences are scored again.
+All config fields except `_NO_FUNCTION` count as written. A field with its default written out changes the identity: only the
+model's code knows the defaults. The only cost is scoring sequences again.
 """
 
 import contextlib
@@ -30,9 +29,9 @@ from training.contract.identity.json_objects import read_object, unreadable
 from training.contract.identity.safetensors_file import TensorSpan, read_places
 
 _BLOCK_BYTES = 1 << 20
-# Bookkeeping of transformers, and dtype, which is chosen on loading.
+# Bookkeeping of transformers, and dtype, because the dtype is chosen on loading.
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-# Of an adapter's config: bookkeeping of peft, and settings of its training.
+# Fields of an adapter's config without an effect on its function: bookkeeping of peft, and training settings.
 _NO_ADAPTED_FUNCTION = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -46,23 +45,25 @@ _NO_ADAPTED_FUNCTION = {
 }
 _INNER_MODELS = {"text_config", "vision_config", "audio_config"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-PROCESSORS = "*processor_config.json"  # what images and sounds become before a model takes them
-_OTHER_FILE = "transformers_weights"  # a field of a config, by which transformers loads another file than these
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft calls them
+PROCESSORS = "*processor_config.json"  # the preprocessing of images and sounds
+_OTHER_FILE = "transformers_weights"  # a config field; transformers loads the weights file it names
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model, in name order.
+    """Return the safetensors files of the model, in name order.
 
-    Raises ModelError if there are none, or not all, or an adapter beside them; if they are quantized, or not those that
-    transformers would load.
+    Raises ModelError if files are missing, quantized or not the files transformers would load, or if there is an adapter.
     """
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; expected a Hugging Face model folder with config.json")
+        raise ModelError(
+            f"{folder} is not a folder; expected a Hugging Face model folder with config.json", "no-model-folder"
+        )
     if (folder / ADAPTER_CONFIG).exists():
         raise ModelError(
-            f"{folder} has an {ADAPTER_CONFIG}; expected a model without an adapter, since transformers would add it "
-            f"unasked: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere"
+            f"{folder} has an {ADAPTER_CONFIG}; expected a model without an adapter, because transformers would silently "
+            f"add it: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere",
+            "adapter-beside-model",
         )
     if (config := folder / "config.json").is_file():
         _check_config(config)
@@ -72,20 +73,22 @@ def weight_files(folder: Path) -> list[Path]:
         return _indexed_files(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        other = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
-        raise ModelError(f"{folder} has {other}; expected *.safetensors (save the model with `save_pretrained` again)")
+        other = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "no weights at all"
+        raise ModelError(
+            f"{folder} has {other}; expected *.safetensors (save the model with `save_pretrained` again)", "no-weights"
+        )
     return files
 
 
 def count_parameters(folder: Path) -> int:
-    """The number of parameters in the weights, from the headers of their files. Raises ModelError."""
-    return sum(math.prod(tensor.shape) for file in weight_files(folder) for tensor in _places(file))
+    """Return the number of parameters, from the headers of the weight files. Raises ModelError."""
+    return sum(math.prod(tensor.shape) for file in weight_files(folder) for tensor in _read_spans(file))
 
 
 def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
-    """What the fingerprint is made from: `config`, and of the `weights` sha256, number of tensors and bytes.
+    """Return the inputs of the fingerprint: `config`, and `weights` with sha256, number of tensors and bytes.
 
-    With a `cache`, files that did not change since they were hashed are not read. Raises ModelError.
+    With a `cache`, unchanged files are not read. Raises ModelError.
     """
     files = weight_files(folder)
     config = read_object(folder / "config.json", "a model's config")
@@ -96,24 +99,25 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         for name, digest in table["tensors"].items():
             if owners.setdefault(name, file) != file:
                 raise ModelError(
-                    f"the tensor {name} is in {owners[name]} and in {file}; remove the one that belongs to other weights"
+                    f"the tensor {name} is in {owners[name]} and in {file}; remove the file of the other weights",
+                    "duplicate-tensor",
                 )
             digests[name] = digest
-    merged = {
+    weights = {
         "sha256": fingerprint("tensors", sorted(digests.items())),
         "tensors": len(digests),
         "bytes": sum(table["bytes"] for table in tables),
     }
-    return {"config": _function_fields(config), "weights": merged}
+    return {"config": _select_function_fields(config), "weights": weights}
 
 
 def weights_fingerprint(identity: dict[str, Any]) -> str:
-    """The fingerprint of `weights_identity`'s answer."""
+    """Return the fingerprint of the result of `weights_identity`."""
     return fingerprint("weights", {"config": identity["config"], "tensors": identity["weights"]["sha256"]})
 
 
 def adapter_fingerprint(folder: Path, base: str) -> str:
-    """The fingerprint of the adapter in `folder` on weights of the fingerprint `base`. Raises ModelError."""
+    """Return the fingerprint of the adapter in `folder`, on weights with the fingerprint `base`. Raises ModelError."""
     config = read_object(folder / ADAPTER_CONFIG, "an adapter's config")
     [table] = hash_tensors([folder / ADAPTER_WEIGHTS])
     content = {
@@ -125,11 +129,11 @@ def adapter_fingerprint(folder: Path, base: str) -> str:
 
 
 def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """For each file `tensors`, the sha256 of every tensor by name, and `bytes`, their size. Raises ModelError."""
-    work = [(file, tensor) for file in files for tensor in _places(file)]
+    """Return for each file `tensors`, the sha256 by tensor name, and `bytes`, their total size. Raises ModelError."""
+    work = [(file, tensor) for file in files for tensor in _read_spans(file)]
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(open(file, "rb", buffering=0)).fileno() for file in files}
-        digests = hash_in_threads(lambda of, count: _hash_tensor(opened[of[0]], *of, count), work, files)
+        digests = hash_in_threads(lambda item, count: _hash_tensor(opened[item[0]], *item, count), work, files)
     tables: dict[Path, dict[str, Any]] = {file: {"tensors": {}, "bytes": 0} for file in files}
     for (file, tensor), digest in zip(work, digests, strict=True):
         tables[file]["tensors"][tensor.name] = digest
@@ -139,48 +143,52 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _hash_tensor(descriptor: int, file: Path, tensor: TensorSpan, count: Tally) -> str:
     digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
-    at = tensor.begin
-    while at < tensor.end:
-        block = os.pread(descriptor, min(_BLOCK_BYTES, tensor.end - at), at)
+    offset = tensor.begin
+    while offset < tensor.end:
+        block = os.pread(descriptor, min(_BLOCK_BYTES, tensor.end - offset), offset)
         if not block:
             raise ModelError(
-                f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was truncated while it was read"
+                f"{file} ends at byte {offset}, inside the tensor {tensor.name}; it was truncated while it was read: "
+                "fetch or save the model again",
+                "truncated-file",
             )
         digest.update(block)
         count(len(block))
-        at += len(block)
+        offset += len(block)
     return digest.hexdigest()
 
 
-def _places(file: Path) -> list[TensorSpan]:
+def _read_spans(file: Path) -> list[TensorSpan]:
     try:
         return read_places(file)
     except OSError as error:
         raise unreadable(file, error) from error
     except ValueError as error:
         raise ModelError(
-            f"{file} is not a readable safetensors file: {error}; fetch or save the model again"
+            f"{file} is not a readable safetensors file: {error}; fetch or save the model again", "bad-safetensors"
         ) from error
 
 
 def _check_config(path: Path) -> None:
-    """Raises ModelError where weights are quantized, or others would be loaded than those that are hashed."""
+    """Raise ModelError if the weights are quantized, or transformers would load other weights than the hashed ones."""
     for part in _objects_in(read_object(path, "a model's config")):
         if quantization := part.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ModelError(
-                f"the weights in {path.parent} are quantized ({method}); expected float32, bfloat16 or float16, since what is "
-                f"trained has to be written as it is: use the model's release in bfloat16"
+                f"the weights in {path.parent} are quantized ({method}); expected float32, bfloat16 or float16, because "
+                f"trained weights cannot be saved quantized: use the model's release in bfloat16",
+                "quantized-weights",
             )
         if _OTHER_FILE in part:
             raise ModelError(
-                f"{path} has a field {_OTHER_FILE}, so that other weights would be loaded than these; expected {_SINGLE} or "
-                f"{_INDEX} without it: load the model and save it again"
+                f"{path} has a field {_OTHER_FILE}, so transformers would load other weights; expected {_SINGLE} or "
+                f"{_INDEX} without it: load the model and save it again",
+                "other-weights-file",
             )
 
 
 def _objects_in(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config itself and all that it is made of: transformers may load the model of a part alone."""
+    """Yield the config and all objects in it: transformers may load the model of one part."""
     yield config
     for part in config.values():
         if isinstance(part, dict):
@@ -190,18 +198,24 @@ def _objects_in(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _indexed_files(folder: Path) -> list[Path]:
     names = read_object(folder / _INDEX, "an index of weights").get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ModelError(f"{folder / _INDEX} has no weight_map; expected an object, tensor names to file names")
+        raise ModelError(
+            f"{folder / _INDEX} has no weight_map; expected an object, tensor names to file names: fetch the model again",
+            "bad-weight-index",
+        )
     files = sorted({str(name) for name in names.values()})
     for name in files:
         if Path(name).name != name or not (folder / name).is_file():
-            raise ModelError(f"{folder / _INDEX} names {name}, which is no file of that folder; fetch the model again")
+            raise ModelError(
+                f"{folder / _INDEX} names {name}, but the folder has no such file; fetch the model again",
+                "missing-weights-file",
+            )
     return [folder / name for name in files]
 
 
-def _function_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Without bookkeeping, also that of the models a composed one holds, such as `text_config`."""
+def _select_function_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config without bookkeeping, also in inner configs such as `text_config`."""
     return {
-        name: _function_fields(value) if isinstance(value, dict) and name in _INNER_MODELS else value
+        name: _select_function_fields(value) if isinstance(value, dict) and name in _INNER_MODELS else value
         for name, value in config.items()
         if name not in _NO_FUNCTION
     }

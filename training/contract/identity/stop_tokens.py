@@ -1,7 +1,7 @@
-"""At which tokens a released model stops, by the files of its base model.
+"""The stop tokens and generation settings of a released model, from the files of its base model.
 
-`transformers.generate` and servers such as vLLM stop at the `eos_token_id` of generation_config.json; without one there,
-transformers takes that of config.json.
+`transformers.generate` and servers such as vLLM stop at the `eos_token_id` of generation_config.json. If it is missing,
+transformers uses the one of config.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from training.contract.identity.json_objects import read_object
 _NO_EFFECT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 GENERATION_CONFIG = "generation_config.json"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Written by transformers about itself and the file.
+# Bookkeeping of transformers.
 _NO_SETTING = {"transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states"}
-# How the base model draws tokens. A policy is another model, and is evaluated with the settings of its recipe.
+# The sampling of the base model. A policy is another model, and is evaluated with the settings of its recipe.
 _NO_SETTING |= {
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"),
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "penalty_alpha", "dola_layers"),
@@ -25,9 +25,9 @@ _NO_SETTING |= {
 
 
 def generation_settings(folder: Path) -> dict[str, Any]:
-    """Return what a release keeps of the base model in `folder`: special tokens, and other settings that draw no token.
+    """Return the generation settings a release keeps from the base model in `folder`, without its sampling settings.
 
-    They are those of its generation_config.json, else of its config.json. Raises ModelError if one of the files cannot be read.
+    Special tokens come from generation_config.json, else from config.json. Raises ModelError if a file cannot be read.
     """
     path, config = folder / GENERATION_CONFIG, read_object(folder / "config.json", "a model's config")
     inner = config.get("text_config")
@@ -42,10 +42,11 @@ def generation_settings(folder: Path) -> dict[str, Any]:
 
 
 def released_settings(kept: Mapping[str, Any], eos: Sequence[int], answering: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation_config.json of a release, from what is `kept` of the base and the recipe's `release.generation`.
+    """Return the generation_config.json of a release.
 
-    `do_sample` makes pipelines of transformers greedy, and a `temperature` of 0 servers that take their default from this file,
-    such as vLLM. Settings that leave no token out are not written.
+    `kept` is the result of `generation_settings`, `answering` the recipe's `release.generation`. For greedy decoding, pipelines
+    of transformers need `do_sample: false`, and servers such as vLLM need `temperature: 0`. Settings without an effect are left
+    out.
     """
     temperature = answering.get("temperature", 0.0)
     written = {name: value for name, value in answering.items() if value != _NO_EFFECT.get(name)}
@@ -57,7 +58,7 @@ def released_settings(kept: Mapping[str, Any], eos: Sequence[int], answering: Ma
 
 
 def eos_token_ids(settings: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the tokens at which a model with these generation settings stops, in ascending order."""
+    """Return the ids of the stop tokens in these generation settings, ascending."""
     configured = settings.get("eos_token_id")
-    listed = configured if isinstance(configured, list) else [configured]
-    return sorted({id_ for id_ in listed if isinstance(id_, int)})
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({id_ for id_ in ids if isinstance(id_, int)})

@@ -1,11 +1,10 @@
-"""The files that decide how text becomes tokens, and what of a config.json beside them does.
+"""The files of a tokenizer, and the fields of a config.json with an effect on it.
 
-transformers 5 picks a tokenizer's class from `tokenizer_config.json` and from the config.json of the model beside it. So the
-same tokenizer files may give other ids in another folder. `class_fields` are the fields of config.json that the choice reads.
+transformers 5 picks a tokenizer's class from `tokenizer_config.json` and from the model's config.json. So the same tokenizer
+files may give other ids in another folder. `class_fields` returns the config.json fields for this choice.
 
-A tokenizer is never loaded from the folder that a recipe names. Its files are copied, the copies are compared with the sha256
-that the recipe's state was recorded with, and the copy is loaded: `copy_tokenizer`. So a file that is in no key cannot have a
-say, and a file that changes meanwhile cannot either.
+A tokenizer is never loaded from the folder in a recipe. `copy_tokenizer` copies its files, compares the copies with the recorded
+sha256, and the copy is loaded. So unrecorded files, or changes in the meantime, have no effect.
 """
 
 import json
@@ -19,8 +18,8 @@ from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import short
 from training.contract.identity.json_objects import read_object
 
-# In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them, and of
-# none one to which every text is unknown.
+# The forms of a published vocabulary; transformers builds a fast tokenizer from each. Without a vocabulary it would build one
+# with only the unknown token.
 VOCABULARIES = (
     {"tokenizer.json"},
     {"vocab.json", "merges.txt"},
@@ -48,9 +47,9 @@ CLASS_FIELDS = ("model_type", "model_name", "tokenizer_class", "transformers_ver
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the files in `folder` that decide how text becomes tokens, by their names in it."""
-    found = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    """Return the tokenizer's files in `folder`, by relative name."""
+    paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -58,9 +57,9 @@ def holds_tokenizer(folder: Path) -> bool:
 
 
 def class_fields(folder: Path) -> dict[str, Any]:
-    """Return the fields of the config.json in `folder` by which transformers picks a tokenizer's class; none without one.
+    """Return the fields by which transformers picks a tokenizer's class from the config.json in `folder`, if it exists.
 
-    Raises ModelError if the file cannot be read as an object.
+    Raises ModelError if the file does not hold a JSON object.
     """
     path = folder / CONFIG
     config = read_object(path, "a model's config") if path.exists() else {}
@@ -68,22 +67,26 @@ def class_fields(folder: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(folder: Path, target: Path, hashes: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Copy the tokenizer in `folder` into `target`, with a config.json that has the fields `config` alone.
+    """Copy the tokenizer in `folder` into `target`, and write a config.json with only the fields `config`.
 
-    Raises DataError unless the files are exactly those of `hashes`, their sha256 by name, and the config's fields are `config`.
+    `hashes` holds the sha256 of each file by name. Raises DataError if the files or the config's fields differ.
     """
-    found = tokenizer_files(folder)
-    if differing := sorted(found.keys() ^ hashes.keys()):
-        raise DataError(f"{folder} changed while it was read: {', '.join(differing)} came or went; run again")
-    for name, path in found.items():
+    files = tokenizer_files(folder)
+    if differing := sorted(files.keys() ^ hashes.keys()):
+        raise DataError(
+            f"{folder} changed while it was read: {', '.join(differing)} came or went; run again", "file-changed"
+        )
+    for name, path in files.items():
         copy_file(path, target / name, hashes[name])
-    if (now := class_fields(folder)) != config:
-        raise DataError(f"{folder / CONFIG} changed while it was read: {dict(config)} became {now}; run again")
+    if (current := class_fields(folder)) != config:
+        raise DataError(
+            f"{folder / CONFIG} changed while it was read: {dict(config)} became {current}; run again", "file-changed"
+        )
     write_class_fields(target, config)
 
 
 def write_class_fields(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a config.json with the fields `config` into `folder`; none if there are no fields."""
+    """Write a config.json with the fields `config` into `folder`, unless there are no fields."""
     if config:
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
@@ -94,7 +97,12 @@ def copy_file(source: Path, target: Path, sha256: str) -> None:
     try:
         shutil.copyfile(source, target)
     except OSError as error:
-        raise DataError(f"{source} changed while it was read: {error.strerror or error}; run again") from error
-    if (now := hash_file(target)) != sha256:
-        was = f"it was {short(sha256)} and is {short(now)}"
-        raise DataError(f"{source} changed while it was read: {was}; run again once it is written")
+        raise DataError(
+            f"{source} changed while it was read: {error.strerror or error}; run again", "file-changed"
+        ) from error
+    if (copied := hash_file(target)) != sha256:
+        raise DataError(
+            f"{source} changed while it was read: it was {short(sha256)} and is {short(copied)}; "
+            "run again once it is written",
+            "file-changed",
+        )

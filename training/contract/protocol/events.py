@@ -1,13 +1,13 @@
-"""Events: how a running job reports, one JSON object a line in `events.jsonl`.
+"""Events: the reports of a running job, one JSON object per line of `events.jsonl`.
 
-Five kinds, named by `event`:
+The field `event` is one of five kinds:
     phase     {"event": "phase", "phase": text}                             a new part of the work begins
     progress  {"event": "progress", "done": n, "total": n, "unit": text, "seconds_left": s | null}
-    step      {"event": "step", "step": n, "loss": x, ...metrics}           one line a training step, first step 1
+    step      {"event": "step", "step": n, "loss": x, ...metrics}           one line per training step, first step 1
     eval      {"event": "eval", "step": n, "eval/loss": x, ...}             held-out metrics before or after a step
-    note      {"event": "note", "text": text}                               something a person should know
-Every line has `time`, seconds since the epoch. A line is complete once its newline is there: a follower never parses a
-line in the making.
+    note      {"event": "note", "text": text}                               a message to the user
+Every line has `time`, seconds since the epoch. A line is complete once it ends with a newline; a follower parses complete
+lines only.
 """
 
 import json
@@ -22,27 +22,28 @@ from training.contract.system.atomic_io import write_durably
 from training.contract.system.progress import seconds_left
 
 Event = dict[str, Any]
+_REPORT_SECONDS = 0.5
 
 
 class EventWriter:
-    """Appends events to `path`; with no path (every rank but the first) they go nowhere."""
+    """Appends events to `path`. Without a path, as on every rank but the first, it drops them."""
 
     def __init__(self, path: Path | None, keep: bool = False) -> None:
         self._path = path
         self._file: FileIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keep and path.exists():  # a killed writer may have left a line unfinished, and another is appended
+            if keep and path.exists():  # cut off an incomplete line of a killed writer
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self._file = open(path, "ab" if keep else "wb", buffering=0)  # a buffer would keep what a full disk refused
+            self._file = open(path, "ab" if keep else "wb", buffering=0)  # unbuffered, so a full disk fails at once
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Raises OSError."""
+        """Append an event. Raises OSError."""
         if self._file is None:
             return
-        left = _line({"event": event, "time": time.time(), **fields})
-        while left:
-            left = left[self._file.write(left) :]
+        unwritten = _encode_line({"event": event, "time": time.time(), **fields})
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
 
     def phase(self, phase: str) -> None:
         self.emit("phase", phase=phase)
@@ -51,7 +52,7 @@ class EventWriter:
         self.emit("note", text=text)
 
     def rewind(self, step: int) -> None:
-        """Drop what came after `step`, from which an interrupted run resumes: later step events, and eval events from it on."""
+        """Drop `step` events after `step`, and `eval` events from `step` on: an interrupted run resumes there."""
         if self._path is None or self._file is None:
             return
         events = list(read_events(self._path))
@@ -60,39 +61,39 @@ class EventWriter:
         if len(kept) == len(events):
             return
         self._file.close()
-        write_durably(self._path, b"".join(map(_line, kept)))
+        write_durably(self._path, b"".join(map(_encode_line, kept)))
         self._file = open(self._path, "ab", buffering=0)
 
 
 class Progress:
     """Reports the progress of a part of the work, at most twice a second, with an estimate of the seconds left.
 
-    `done` was done by an earlier attempt: it counts as done, and not in the estimate. A `total` may be too low, where it was
-    counted by other means: what is done beyond it changes nothing any more.
+    `done` counts work of an earlier attempt, which the estimate leaves out. If other code counted a too low `total`, the
+    progress stops there.
     """
 
     def __init__(self, writer: EventWriter, total: int, unit: str, done: int = 0) -> None:
         self._writer, self._total, self._unit = writer, total, unit
-        self._started = self._last = time.monotonic()
-        self._before = self._done = done
+        self._started = self._reported = time.monotonic()
+        self._done_earlier = self._done = done
 
     def advance(self, count: int = 1) -> None:
-        before, self._done = self._done, min(self._done + count, self._total)
-        now = time.monotonic()
-        if before == self._total or (now - self._last < 0.5 and self._done < self._total):
+        previous, self._done = self._done, min(self._done + count, self._total)
+        clock = time.monotonic()
+        if previous == self._total or (clock - self._reported < _REPORT_SECONDS and self._done < self._total):
             return
-        self._last = now
-        left = seconds_left(self._started, self._done, self._total, self._before)
+        self._reported = clock
+        left = seconds_left(self._started, self._done, self._total, self._done_earlier)
         self._writer.emit("progress", done=self._done, total=self._total, unit=self._unit, seconds_left=left)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every complete event of the file, in order; none if there is no file yet."""
+    """Yield all complete events of the file, in order; none if the file is missing."""
     yield from Follower(path).new()
 
 
 class Follower:
-    """Reads a growing events file: each call of `new` gives the complete lines that were added since the last one.
+    """Reads a growing events file. Each call of `new` yields the new complete events.
 
     After a rewind it starts over, so a step may come more than once.
     """
@@ -116,11 +117,11 @@ class Follower:
                 yield json.loads(line)
 
     def _restart_if_replaced(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        if found.st_size < self._offset or (self._inode is not None and found.st_ino != self._inode):
+        status = os.fstat(descriptor)
+        if status.st_size < self._offset or (self._inode is not None and status.st_ino != self._inode):
             self._offset = 0
-        self._inode = found.st_ino
+        self._inode = status.st_ino
 
 
-def _line(event: Event) -> bytes:
+def _encode_line(event: Event) -> bytes:
     return json.dumps(event, allow_nan=False, ensure_ascii=False).encode() + b"\n"

@@ -1,16 +1,16 @@
-"""What a job reads is what was hashed: its input files are compared, by their stamps, before and after they are read.
+"""Check a job's input files against their hashes, by stamps before and after the job reads them.
 
-The launching side takes the stamps of the files behind each input, hashes the files, and writes the stamps into job.json.
+The launcher takes the stamps of each input's files, hashes the files, and writes the stamps into job.json.
 
-* At its start the job compares. An input with a file that has another stamp, or none, is hashed again.
-* A model is read within `reading`, completely and into memory of its own. A later change does no harm; it is noted.
-* Everything else may stay mapped, or is read late. So it is compared before anything is published (`check_inputs_unchanged`).
+* At its start the job compares the stamps. It hashes inputs with changed or unknown stamps again.
+* It reads a model within `reading`, completely and into its own memory. A later change is harmless; the job reports it.
+* Other inputs may stay mapped, or be read late. So the job compares them before it publishes (`check_inputs_unchanged`).
 
-Once a job reads, content that is the same again proves nothing: it may have been another in between. So a file that was
-written or replaced is refused; one whose change time alone is another, after a `chmod` say, is hashed again.
+After the start, the right hash proves nothing: a file may have changed and changed back while it was read. So a written or
+replaced file is an error. A file with only a new change time, such as after `chmod`, is hashed again.
 
-Rank 0 trusts the stamps of job.json. The other ranks, perhaps on other machines where devices have other numbers, take their
-own before rank 0 compares. A job without stamps, which no launching side described, sees changes from its start on.
+Rank 0 trusts the stamps of job.json. Other ranks may see other device numbers on other machines. So they take their own
+stamps before rank 0 compares. A job without stamps detects changes after its start.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-from training.contract.errors import DataError, ModelError, PedigreeError
+from training.contract.errors import DataError, ModelError, PedigreeError, without_code
 from training.contract.identity.file_stamps import (
     Stamps,
     artifact_stamps,
@@ -38,7 +38,7 @@ _SHOWN = 3
 
 
 class InputFiles:
-    """The files of the inputs of `job`, as the rank that is asked sees them."""
+    """The input files of `job`, as this rank sees them."""
 
     def __init__(self, job: Job, is_main: bool = True) -> None:
         inputs = dict(job.inputs)
@@ -46,32 +46,32 @@ class InputFiles:
             inputs["champion"] = Input(kind="champion", fingerprint=job.settings["champion"], folder=Path(champion))
         if job.stamps is None:
             self._files = {
-                name: _Files(given.folder, model_stamps if name in _MODELS else artifact_stamps)
-                for name, given in inputs.items()
+                name: _Files(source.folder, model_stamps if name in _MODELS else artifact_stamps)
+                for name, source in inputs.items()
             }
             return
-        self._files = {name: _HashedFiles(given, Store(job.store)) for name, given in inputs.items()}
+        self._files = {name: _HashedFiles(source, Store(job.store)) for name, source in inputs.items()}
         if is_main:
             for name, files in self._files.items():
                 files.vouched = job.stamps.get(name, {})
 
     def verify(self) -> None:
-        """Raise DataError if the content of an input is not what its fingerprint says. Unchanged files are not read."""
+        """Raise DataError if an input does not have its fingerprint. Unchanged files are not read."""
         for files in self._files.values():
             files.verify()
 
     def check_inputs_unchanged(self) -> None:
-        """Raise DataError if an input that is no model may have been another than what was hashed while it was read."""
+        """Raise DataError if an input other than a model may have changed while the job read it."""
         for name, files in self._files.items():
             if name not in _MODELS:
                 files.check_inputs_unchanged()
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise DataError for an unexpected error within the block if a file changed that was not read to its end by then.
+        """Raise DataError instead of an unexpected error if an incompletely read file has changed.
 
-        Half a file may lead to whatever: a header that is no JSON, a shape that fits nothing. A RuntimeError is left alone,
-        since it may come from another rank's end.
+        Half a file may cause any error, such as invalid JSON or a wrong shape. A RuntimeError stays as it is: it may come from
+        the end of another rank.
         """
         try:
             yield
@@ -84,15 +84,15 @@ class InputFiles:
             raise
 
     def changed_models(self) -> list[str]:
-        """The files of models that were read, and have changed since."""
-        return [named for files in self._files.values() if (named := files.changed_since_loaded())]
+        """Return the changed files of models, each with a model's paths in one text, after the models were read."""
+        return [paths for files in self._files.values() if (paths := files.changed_since_loaded())]
 
-    def of(self, folder: Path) -> "_Files | None":
+    def files_in(self, folder: Path) -> "_Files | None":
         return next((files for files in self._files.values() if files.folder == folder), None)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block these files are those that `reading` and `check_inputs_unchanged` mean."""
+        """Make `reading` and `check_inputs_unchanged` use these files within the block."""
         token = _WATCHED.set(self)
         try:
             yield
@@ -101,9 +101,9 @@ class InputFiles:
 
 
 class _Files:
-    """The files in `folder`, those that `take` finds, of which nobody says what they should be.
+    """Files in `folder` without a known hash; `take` lists them with their stamps.
 
-    `seen` are their stamps when they were last found sound; those in `vouched` show that a file is so still.
+    `seen` holds the stamps of the last check without an error. A file with its stamp in `vouched` is unchanged for certain.
     """
 
     def __init__(self, folder: Path, take: Callable[[Path], Stamps] = model_stamps) -> None:
@@ -113,70 +113,76 @@ class _Files:
         self._loaded: Stamps = {}
 
     def verify(self) -> None:
-        """Raise DataError if the content is not what it should be."""
-        now = self._take(self.folder)
-        vouched = settled(now)  # before hashing, which may take long
-        before = self.seen | self.vouched
-        changed = {name for name, stamp in before.items() if now.get(name) != stamp}
-        names = changed | {name for name in now if name not in self.vouched}
+        """Raise DataError if a file has changed. Hash files with a new or unknown stamp."""
+        current = self._take(self.folder)
+        vouched = settled(current)  # before hashing, which may take long
+        previous = self.seen | self.vouched
+        changed = {name for name, stamp in previous.items() if current.get(name) != stamp}
+        names = changed | {name for name in current if name not in self.vouched}
         if names:
             try:
-                self._hash(names)
+                self._check_hashes(names)
             except PedigreeError as error:
-                # Where nobody vouches for any file, none is more suspect than the others.
+                # Without any trusted stamp, all files are equally suspect: name the folder.
                 suspects = changed or (names if self.vouched else ())
                 raise DataError(
-                    f"{self._named(suspects)} changed after it was hashed: {error}; run again once it is written"
+                    f"{self._join_paths(suspects)} changed after it was hashed: {without_code(str(error))}; "
+                    "run again once it is written",
+                    "file-changed",
                 ) from error
-        self.seen, self.vouched = now, vouched
+        self.seen, self.vouched = current, vouched
 
     def check_inputs_unchanged(self) -> None:
-        """Raise DataError for a file that was written, replaced or removed since it was last found sound."""
+        """Raise DataError if a file was written, replaced or removed after the last check."""
         if names := self._changed_since(self.seen):
-            raise DataError(f"{self._named(names)} changed while it was read; run again once it is written")
+            raise DataError(
+                f"{self._join_paths(names)} changed while it was read; run again once it is written", "file-changed"
+            )
         if any(stamp_of(self.folder / name) != self.vouched.get(name) for name in self.seen):
             self.verify()
 
     @property
     def was_read(self) -> bool:
-        """Whether all of a model is in memory."""
+        """Whether a whole model is in memory."""
         return bool(self._loaded)
 
     def note_loaded(self) -> None:
-        """Remember that all was read."""
+        """Record that all files are in memory."""
         self._loaded = self.seen
 
     def changed_since_loaded(self) -> str:
-        """Which files are no longer what was read; empty if none."""
+        """Return the paths of files with changes after `note_loaded`; empty if there are none."""
         names = self._changed_since(self._loaded)
-        return self._named(names) if names else ""
+        return self._join_paths(names) if names else ""
 
-    def _changed_since(self, before: Stamps) -> list[str]:
-        return [name for name, stamp in before.items() if not same_content(stamp, stamp_of(self.folder / name))]
+    def _changed_since(self, stamps: Stamps) -> list[str]:
+        return [name for name, stamp in stamps.items() if not same_content(stamp, stamp_of(self.folder / name))]
 
-    def _hash(self, names: Collection[str]) -> None:
-        """Raise PedigreeError if the files with these `names` are not what they should be."""
+    def _check_hashes(self, names: Collection[str]) -> None:
+        """Raise PedigreeError if files with these `names` do not have their hashes. Here no hashes are known."""
 
-    def _named(self, names: Collection[str]) -> str:
-        """The first files of these names, as places; without any, the folder."""
+    def _join_paths(self, names: Collection[str]) -> str:
+        """Return the paths of the first names; the folder if there are no names."""
         return ", ".join(str(self.folder / name) for name in sorted(names)[:_SHOWN]) or str(self.folder)
 
 
 class _HashedFiles(_Files):
-    """The files of an input: of an artifact, or of a model in a folder outside the store."""
+    """The files of an input: an artifact, or a model in a folder outside the store."""
 
-    def __init__(self, given: Input, store: Store) -> None:
-        self._given = given
-        self._is_artifact = given.folder == store.folder(given.kind, given.fingerprint)
-        super().__init__(given.folder, artifact_stamps if self._is_artifact else model_stamps)
+    def __init__(self, source: Input, store: Store) -> None:
+        self._source = source
+        self._is_artifact = source.folder == store.folder(source.kind, source.fingerprint)
+        super().__init__(source.folder, artifact_stamps if self._is_artifact else model_stamps)
 
-    def _hash(self, names: Collection[str]) -> None:
-        kind, expected = self._given.kind, self._given.fingerprint
+    def _check_hashes(self, names: Collection[str]) -> None:
+        kind, expected = self._source.kind, self._source.fingerprint
         if self._is_artifact:
             manifest = verified_manifest(self.folder, kind, expected, hashes=False)
             verify_contents(self.folder, manifest, [name for name in names if name in manifest.files])
-        elif (found := weights_fingerprint(weights_identity(self.folder))) != expected:
-            raise ModelError(f"the weights in {self.folder} are {short(found)}, expected {short(expected)}")
+        elif (actual := weights_fingerprint(weights_identity(self.folder))) != expected:
+            raise ModelError(
+                f"the weights in {self.folder} are {short(actual)}, expected {short(expected)}", "wrong-weights"
+            )
 
 
 _WATCHED: ContextVar[InputFiles] = ContextVar("_WATCHED")
@@ -184,12 +190,12 @@ _WATCHED: ContextVar[InputFiles] = ContextVar("_WATCHED")
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Read all of the model in `folder` within the block, into memory of its own.
+    """Check the model in `folder` before and after the block. The block reads all of it into its own memory.
 
-    Raises ModelError if a file of it changes meanwhile, whatever else that leads to, or is not what was hashed.
+    Raises ModelError if a file changes meanwhile, or does not have its hash. It replaces any other error of the block.
     """
     watched = _WATCHED.get(None)
-    files = (watched.of(folder) if watched else None) or _Files(folder)
+    files = (watched.files_in(folder) if watched else None) or _Files(folder)
     try:
         files.verify()
         try:
@@ -204,6 +210,6 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def check_inputs_unchanged() -> None:
-    """Compare the inputs of the job that this process works on, if there is one: see `InputFiles.check_inputs_unchanged`."""
+    """Run `InputFiles.check_inputs_unchanged` for the job of this process, if it has one."""
     if watched := _WATCHED.get(None):
         watched.check_inputs_unchanged()

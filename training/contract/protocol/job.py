@@ -1,8 +1,7 @@
-"""A job: one piece of work in processes of its own, described by one file, `job.json`.
+"""A job: one piece of work in its own processes, described by one file, `job.json`.
 
-The launching side writes it and `training.main` reads it. It names the artifact to make, the artifacts it is made from with
-their folders, and the frozen settings. What comes out are `events.jsonl` and checkpoints in
-the job's folder, and the artifact, published in the store.
+The launcher writes it and `training.main` reads it. It names the artifact to make, its inputs with their folders, and the
+frozen settings. A job writes `events.jsonl` and checkpoints into its folder, and publishes the artifact in the store.
 """
 
 import contextlib
@@ -16,12 +15,12 @@ from training.contract.identity.fingerprint import short
 from training.contract.store.manifest import Derivation, Source
 from training.contract.system.atomic_io import write_durably
 
-# Environment variables by which a launcher reaches every process of a job.
+# Environment variables from the launcher to every process of a job.
 # RENDEZVOUS: the file through which the ranks find each other; if unset, they use torchrun's store.
-# SUPERVISOR: the id of the supervisor's process, with which the job's processes must end.
+# SUPERVISOR: the supervisor's process id; the job's processes end with the supervisor.
 RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
-CHECKPOINTS = "checkpoints"  # the folder in a job's own
+CHECKPOINTS = "checkpoints"  # a folder in the job's folder
 
 JobKind = Literal[
     "preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"
@@ -29,31 +28,31 @@ JobKind = Literal[
 
 
 def job_folder(home: Path, derivation: Derivation) -> Path:
-    """Where the job that makes what `derivation` describes works."""
+    """Return the folder of the job for `derivation`."""
     return home / "jobs" / f"{derivation.kind}-{short(derivation.key)}"
 
 
 def checkpoints_of(folder: Path, derivation: Derivation) -> Path:
-    """Where, in the folder of a job's checkpoints, those are that it may go on from."""
+    """Return the subfolder with checkpoints of this `derivation`, from which its job can resume."""
     return folder / short(derivation.key)
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending, without those that were not written to the end."""
+    """Return the steps of the complete checkpoints in a folder, ascending."""
     names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 class Input(Source):
-    """An input artifact, and the folder that holds it."""
+    """An input artifact and its folder."""
 
     folder: Path
 
 
 class Failure(StrictModel):
-    """Why a job failed, as written by the first rank that failed; no traceback where the message suffices.
+    """The error of the first failing rank; the traceback is empty if the message is enough.
 
-    Without a rank it comes from the launching side: a machine could not be used, or was lost.
+    A failure without a rank comes from the launcher: a machine was unusable or lost.
     """
 
     type: str
@@ -62,17 +61,20 @@ class Failure(StrictModel):
     traceback: str
 
     def write_first(self, path: Path) -> None:
-        """Write it to `path`, unless a failure is there already, or the disk is full, which the launcher sees itself."""
+        """Write it to `path`, unless `path` exists. Ignore a full disk: the launcher notices it by itself."""
         with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
             file.write(self.model_dump_json(indent=2))
 
 
 class Job(StrictModel):
-    """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
+    """One job. `artifact`, `code_version`, `inputs` and `settings` form the derivation; `kind` selects the code.
 
-    Three fields change nothing that is made, so they are not in the derivation: `locations` says where files outside the
-    store lie, `compute` says how to run, and `recipe` is the resolved recipe, written beside the result. `stamps` are, by
-    input, those of its files when they were hashed: see training.contract.protocol.input_files.
+    The other fields do not change the result:
+
+    locations   paths of files outside the store
+    compute     how to run
+    recipe      the resolved recipe, written beside the result
+    stamps      by input, the stamps of its files at the time of hashing (training.contract.protocol.input_files)
     """
 
     kind: JobKind
@@ -89,12 +91,14 @@ class Job(StrictModel):
 
     @property
     def derivation(self) -> Derivation:
-        inputs = {name: Source(kind=i.kind, fingerprint=i.fingerprint) for name, i in self.inputs.items()}
+        inputs = {
+            name: Source(kind=source.kind, fingerprint=source.fingerprint) for name, source in self.inputs.items()
+        }
         return Derivation(kind=self.artifact, code_version=self.code_version, inputs=inputs, settings=self.settings)
 
     @property
     def staging(self) -> Path:
-        """Where the artifact is written before it is published: one folder a key, since one writer has the key's lock."""
+        """The folder of the unpublished artifact: one per key, since one writer holds the key's lock."""
         return self.store / "staging" / f"{self.artifact}-{self.derivation.key}"
 
     @property
@@ -115,7 +119,7 @@ class Job(StrictModel):
 
     @property
     def rendezvous(self) -> Path:
-        """Where the ranks of one machine find each other."""
+        """The file through which the ranks of one machine find each other."""
         return self.folder / "rendezvous"
 
     @property
@@ -124,7 +128,7 @@ class Job(StrictModel):
 
     @property
     def distributed(self) -> bool:
-        """Whether the processes that `compute` asks for share the work; work on data is one plain process."""
+        """Whether the job runs on all processes of `compute`; work on data runs in one process."""
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
 
     @property
@@ -133,12 +137,12 @@ class Job(StrictModel):
 
     @property
     def processes(self) -> int:
-        """On each node."""
+        """The number of processes on each node."""
         return self.compute.processes_per_node if self.distributed else 1
 
     @property
     def grace_seconds(self) -> int:
-        """The time between SIGTERM and SIGKILL when the job is stopped: training saves a checkpoint, other jobs nothing."""
+        """The time between SIGTERM and SIGKILL: long enough to save a checkpoint in training, short in other jobs."""
         return self.compute.grace_seconds if self.kind in ("sft", "policy") else 1
 
     def write(self) -> Path:

@@ -1,7 +1,7 @@
-"""JSON files that show whether they are what was written: their field `sha256` is the digest of all the others.
+"""JSON files with a checksum: their field `sha256` is the digest of all other fields.
 
-A manifest vouches for every other file of an artifact, but nothing vouches for the manifest, or for the record of a derivation.
-Yet decisions depend on them: the accuracy that the gate reads is there, and how a policy was made.
+Manifests and derivation records have no other checksum. Decisions depend on them: they hold the accuracy for the gate, and the
+derivation of a policy.
 """
 
 import json
@@ -15,19 +15,19 @@ SEAL = "sha256"
 
 class ChecksummedModel(StrictModel):
     def dumps(self) -> bytes:
-        """The file's content, which people can read as well."""
+        """Return the file's content, indented for human readers."""
         content = json.loads(self.model_dump_json())
         return json.dumps({**content, SEAL: value_digest(content).hex()}, indent=2, ensure_ascii=False).encode()
 
     @classmethod
     def loads(cls, content: bytes) -> Self:
-        """What `dumps` wrote. Raises ValueError for anything else: bytes that are no JSON, another form, a broken seal."""
+        """Parse the output of `dumps`. Raises ValueError for bytes without JSON, other fields, or a wrong checksum."""
         try:
-            found = json.loads(content)
-            seal = found.pop(SEAL, None) if isinstance(found, dict) else None
-            digest = value_digest(found).hex()
+            fields = json.loads(content)
+            seal = fields.pop(SEAL, None) if isinstance(fields, dict) else None
+            digest = value_digest(fields).hex()
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if seal != digest:
-            raise ValueError(f"its content does not have the {SEAL} that it states, {seal}")
-        return cls.model_validate(found)
+            raise ValueError(f"its field {SEAL} is {seal}, but its content has {digest}")
+        return cls.model_validate(fields)

@@ -1,17 +1,16 @@
-"""A shard of the memo: the log-probs of some sequences under one rule, written once.
+"""A shard of the log-prob cache: the log-probs of some sequences under one rule, written once.
 
     index.safetensors     keys    uint8[S, 32]    sha256 of the token ids and mask of a sequence
                           sums    float64[S]      summed log-prob of its response tokens, in nats
-                          counts  int32[S]        how many tokens those are
-    tokens.safetensors    tokens  float32[N]      the log-probs themselves, sequence after sequence
+                          counts  int32[S]        number of its response tokens
+    tokens.safetensors    tokens  float32[N]      log-probs of the response tokens, sequence after sequence
 
-Rows are in the order of the first 8 bytes of their keys, so that a lookup of many keys reads a file from front to end.
+Rows are sorted by the first 8 bytes of their keys, so a lookup of many keys reads a file from front to end.
 
-Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for inspection
-and for losses that look at single tokens. So opening a shard reads and hashes the index only, and the tokens are hashed
-when they are read.
+A lookup needs the index only, 44 bytes per sequence. The tokens, about a hundred times larger, are for inspection and for
+losses over single tokens. So opening a shard hashes the index, and the tokens are hashed when they are read.
 
-Legend: S sequences, N tokens of all of them.
+Legend: S sequences, N tokens of all sequences, K bytes of a key.
 """
 
 from dataclasses import dataclass
@@ -52,20 +51,20 @@ class LogprobShard:
 
     @property
     def age(self) -> tuple[str, str]:
-        """Sorts shards by when they were made, to the second, then by name."""
+        """The sort key of shards: the second of creation, then the fingerprint."""
         return self.artifact.manifest.created, self.artifact.fingerprint
 
     def token_logprobs(self, row: int) -> TokenLogProbs:
-        """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if the file was changed."""
+        """Return float32[count], the log-probs of the response tokens of one row. Raises CorruptArtifact."""
         begin = int(self.counts_S[:row].sum(dtype=np.int64))
         return self._tokens()[begin : begin + int(self.counts_S[row])].copy()
 
     def tail_sums(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Floats:
-        """For each of the rows the sum of its log-probs from token number `starts[i]` on. Raises CorruptArtifact."""
+        """Return for each row the sum of its log-probs from token `starts[i]` on. Raises CorruptArtifact."""
         tokens_N, ends_S = self._tokens(), np.cumsum(self.counts_S, dtype=np.int64)
         begins = ends_S[rows] - self.counts_S[rows] + starts
-        places = zip(begins.tolist(), ends_S[rows].tolist(), strict=True)
-        return np.array([tokens_N[begin:end].sum(dtype=np.float64) for begin, end in places], dtype=np.float64)
+        bounds = zip(begins.tolist(), ends_S[rows].tolist(), strict=True)
+        return np.array([tokens_N[begin:end].sum(dtype=np.float64) for begin, end in bounds], dtype=np.float64)
 
     def _tokens(self) -> TokenLogProbs:
         verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
@@ -74,11 +73,8 @@ class LogprobShard:
 
 
 def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:
-    """Write a shard into `folder`; its fingerprint. Raises StoreError if the disk refuses it.
-
-    The sums are computed here, in float64, from the tokens.
-    """
-    keys_SK, counts_S, tokens_N = _sorted(keys_SK, counts_S, tokens_N)
+    """Write a shard into `folder` and return its fingerprint. The sums are in float64. Raises StoreError if a write fails."""
+    keys_SK, counts_S, tokens_N = _sort_by_prefix(keys_SK, counts_S, tokens_N)
     owners_N = np.repeat(np.arange(len(counts_S)), counts_S)
     sums_S = np.bincount(owners_N, weights=tokens_N.astype(np.float64), minlength=len(counts_S)).astype(np.float64)
     index: dict[str, npt.NDArray[Any]] = {
@@ -96,15 +92,11 @@ def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens
 
 
 def key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
-    """The first 8 bytes of each key as a big-endian number, which keeps the order of keys.
-
-    Among fair hashes that is nearly always enough to tell two keys apart.
-    """
+    """Return the first 8 bytes of each key as a big-endian number: sorting by it sorts the keys, almost always uniquely."""
     return np.ascontiguousarray(keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
-def _sorted(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[Keys, Counts, TokenLogProbs]:
-    """The same sequences in the order of their prefixes."""
+def _sort_by_prefix(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[Keys, Counts, TokenLogProbs]:
     order_S = np.argsort(key_prefixes(keys_SK), kind="stable")
     begins_S = np.cumsum(counts_S, dtype=np.int64) - counts_S
     counts_in_order_S = counts_S[order_S]
@@ -114,14 +106,14 @@ def _sorted(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[K
 
 
 def open_shard(artifact: Artifact) -> LogprobShard:
-    """The shard in `artifact`, its index verified. Raises CorruptArtifact if it is broken or not a shard."""
+    """Open the shard in `artifact` and verify its index. Raises CorruptArtifact if it is corrupt or not a shard."""
     verify_contents(artifact.folder, artifact.manifest, [_INDEX])
     path = artifact.folder / _INDEX
     arrays = _read(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})
     rows = len(arrays["counts"])
     shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,)}
-    if {name: array.shape for name, array in arrays.items()} != shapes:
-        raise CorruptArtifact(f"{path} has arrays that do not fit each other")
+    if (actual := {name: array.shape for name, array in arrays.items()}) != shapes:
+        raise CorruptArtifact(f"{path} has arrays of shapes {actual}, expected {shapes}", "corrupt-shard")
     return LogprobShard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
 
 
@@ -131,8 +123,8 @@ def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDAr
     except OSError as error:
         raise read_error(path, error) from error
     except ValueError as error:
-        raise CorruptArtifact(f"{path} is not part of a shard of log-probs: {error}") from error
-    found = {name: array.dtype for name, array in arrays.items()}
-    if found != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
-        raise CorruptArtifact(f"{path} holds {found}, expected {dtypes}")
+        raise CorruptArtifact(f"{path} is not part of a log-prob shard: {error}", "corrupt-shard") from error
+    actual = {name: array.dtype for name, array in arrays.items()}
+    if actual != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
+        raise CorruptArtifact(f"{path} holds {actual}, expected {dtypes}", "corrupt-shard")
     return arrays

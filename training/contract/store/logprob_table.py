@@ -1,11 +1,13 @@
-"""The table of reference log-probs: `logprobs.safetensors`, a row a pair, aligned with the rows of `pairs.arrow`.
+"""The table of reference log-probs: `logprobs.safetensors`, one row per pair, aligned with the rows of `pairs.arrow`.
 
     chosen_logprobs float64[P]    chosen_tokens int32[P]    rejected_logprobs float64[P]    rejected_tokens int32[P]
 
-A loss with `ld_alpha` needs more: `tails_P2`, the part of each sum beyond the common length of the pair's responses. It is
-not in the file, since few need it; training/scoring/logprob_tails.py takes it from the memo.
+A loss with `ld_alpha` also needs `tails_P2`, the part of each sum beyond the common length of the pair's responses. The file
+does not hold it, because few recipes need it: training/scoring/logprob_tails.py computes it from the log-prob cache.
 
-The header has the rule and the dtype of the values, so that a policy can be scored in the same way.
+The header holds the rule and the dtype, to score a policy in the same way.
+
+Legend: P pairs, 2 responses (chosen, rejected).
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LogProbTable:
-    """Of P pairs and both sides (chosen, rejected): the summed log-prob under the reference in nats, and number of tokens."""
+    """For P pairs and both responses: the summed log-prob under the reference model, in nats, and the number of tokens."""
 
     logprobs_P2: npt.NDArray[np.float64]
     tokens_P2: npt.NDArray[np.int32]
@@ -41,7 +43,7 @@ class LogProbTable:
         return len(self.logprobs_P2)
 
     def columns(self) -> dict[str, npt.NDArray[np.generic]]:
-        """As the file has them."""
+        """Return the columns of the file, each [P]."""
         columns = (self.logprobs_P2[:, 0], self.tokens_P2[:, 0], self.logprobs_P2[:, 1], self.tokens_P2[:, 1])
         return {name: np.ascontiguousarray(column) for name, column in zip(_DTYPES, columns, strict=True)}
 
@@ -50,7 +52,7 @@ class LogProbTable:
 
     @classmethod
     def read(cls, folder: Path, pairs: int) -> "LogProbTable":
-        """The table of an artifact, for a data set of `pairs` pairs. Raises CorruptArtifact if it is not aligned."""
+        """Read the table of an artifact with `pairs` pairs. Raises CorruptArtifact for another shape or dtype."""
         path = folder / TABLE_FILE
         try:
             with safe_open(path, framework="numpy") as file:
@@ -58,12 +60,15 @@ class LogProbTable:
                 metadata = file.metadata() or {}
                 rule, dtype = metadata["rule"], metadata["dtype"]
         except (OSError, SafetensorError, KeyError) as error:
-            raise CorruptArtifact(f"{path} is not a table of reference log-probs: {error}") from error
+            raise CorruptArtifact(
+                f"{path} is not a table of reference log-probs: {error}", "corrupt-logprob-table"
+            ) from error
         for name, expected in _DTYPES.items():
             if columns[name].shape != (pairs,) or columns[name].dtype != expected:
                 raise CorruptArtifact(
                     f"{path}: {name} is {columns[name].dtype}{list(columns[name].shape)}, "
-                    f"expected {np.dtype(expected)}[{pairs}]; `pedigree rescore RECIPE` sets it aside, to be made anew"
+                    f"expected {np.dtype(expected)}[{pairs}]; run `pedigree rescore RECIPE` to compute it again",
+                    "corrupt-logprob-table",
                 )
         chosen, chosen_tokens, rejected, rejected_tokens = columns.values()
         return cls(

@@ -1,10 +1,10 @@
-"""The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds.
+"""The manifest of an artifact: its kind, its derivation, and the size and sha256 of every file.
 
-A manifest could be made to point out of its folder. So names are checked before anything is opened, links are never
-followed, and only regular files are read: reading a pipe could block for ever.
+A forged manifest could name files outside its folder. So names are checked before files are opened, links are never followed,
+and only regular files are read: reading a pipe could block forever.
 
-A sound artifact may be unreadable for a moment, behind a file server that is away, say. All that reads here raises
-UnreadableArtifact then, and nobody moves it aside as they do a corrupt one.
+An intact artifact may be unreadable for a while, for example while a file server is down. Functions here then raise
+UnreadableArtifact, and callers do not set it aside.
 """
 
 import errno
@@ -41,7 +41,7 @@ class Source(StrictModel):
 
 
 class Derivation(StrictModel):
-    """How an artifact is made. Equal derivations give equal artifacts, so `key` tells whether it was made already."""
+    """How an artifact is made. Equal derivations give equal artifacts, so the store finds them by `key`."""
 
     kind: str
     code_version: str
@@ -54,13 +54,13 @@ class Derivation(StrictModel):
 
     @property
     def of_any_software(self) -> "Derivation":
-        """The same, whatever versions of libraries it is made by: those are a setting of tokens and log-probs."""
+        """This derivation without the versions of libraries, a setting of tokens and log-probs."""
         settings = {name: value for name, value in self.settings.items() if name != SOFTWARE}
         return self.model_copy(update={"settings": settings})
 
 
 class Manifest(ChecksummedModel):
-    """`fingerprint` identifies the contents; `details` are small facts for people and for checks."""
+    """A manifest: `fingerprint` identifies the contents; `details` are small facts for users and for checks."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str
@@ -75,7 +75,7 @@ class Manifest(ChecksummedModel):
     def of_now(
         cls, made_from: Derivation, fingerprint: str, files: dict[str, FileEntry], details: dict[str, Any]
     ) -> Self:
-        """The manifest of what was made just now, with the libraries that are installed."""
+        """Return a manifest with the current time and the installed libraries."""
         return cls(
             kind=made_from.kind,
             fingerprint=fingerprint,
@@ -97,15 +97,17 @@ class Manifest(ChecksummedModel):
 
 
 def list_files(folder: Path) -> dict[str, FileEntry]:
-    """Every regular file under `folder` but the manifest, by its relative POSIX name.
+    """Return all regular files under `folder`, except the manifest, by relative POSIX name.
 
-    Raises CorruptArtifact for a link or anything else that is neither a file nor a folder.
+    Raises CorruptArtifact for links, pipes and the like.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    for path in found.values():
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    for path in paths.values():
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CorruptArtifact(f"{path} is not a plain file; an artifact holds only files and folders")
-    files = {name: path for name, path in found.items() if path.is_file() and name != MANIFEST}
+            raise CorruptArtifact(
+                f"{path} is not a plain file; an artifact holds only files and folders", "not-a-plain-file"
+            )
+    files = {name: path for name, path in paths.items() if path.is_file() and name != MANIFEST}
     hashes = hash_files(list(files.values()))
     return {
         name: FileEntry(bytes=path.stat().st_size, sha256=sha256)
@@ -114,37 +116,40 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises CorruptArtifact where there is none, a link, or not what was written."""
+    """Return the manifest in `folder`. Raises CorruptArtifact if it is missing, a link, or damaged."""
     path = folder / MANIFEST
     if path.is_symlink():
-        raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
+        raise CorruptArtifact(
+            f"{path} is a symbolic link to {path.readlink()}; a plain file was published", "symbolic-link"
+        )
     try:
         return Manifest.loads(path.read_bytes())
     except OSError as error:
         raise read_error(path, error) from error
     except ValueError as error:
-        raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
+        raise CorruptArtifact(f"{path} is not a readable manifest: {error}", "corrupt-manifest") from error
 
 
 def verified_manifest(
     folder: Path, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
 ) -> Manifest:
-    """The manifest of that artifact in `folder`, after `verify_files`. Raises CorruptArtifact, also for another artifact's."""
+    """Return the manifest in `folder` after `verify_files`. Raises CorruptArtifact, also if it is of another artifact."""
     manifest = read_manifest(folder)
     if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
         raise CorruptArtifact(
             f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
-            f"expected {kind} {short(fingerprint)}"
+            f"expected {kind} {short(fingerprint)}",
+            "wrong-artifact",
         )
     verify_files(folder, manifest, hashes, cache)
     return manifest
 
 
 def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: HashCache | None = None) -> None:
-    """Compare the files of `folder` with `manifest`: names, kinds and sizes always, contents when `hashes`.
+    """Compare the files of `folder` with `manifest`: names, kinds and sizes always, contents if `hashes`.
 
-    Raises CorruptArtifact that names the first file that is missing, foreign, not a plain file, or changed. With a
-    `cache`, files unchanged since they were hashed are not read: enough to look at them, not to compute with them.
+    Raises CorruptArtifact with the first file that is missing, foreign, not a plain file, or changed. With a `cache`,
+    unchanged files are not read: good enough for display, not for computing.
     """
     _verify_sizes(folder, manifest)
     if hashes:
@@ -152,46 +157,56 @@ def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: H
 
 
 def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], cache: HashCache | None = None) -> None:
-    """Compare the bytes of `names` with `manifest`. Raises CorruptArtifact that names the first that differs."""
+    """Compare the bytes of `names` with `manifest`. Raises CorruptArtifact with the first name whose bytes differ."""
     paths = [folder / name for name in names]
     try:
-        found = file_hashes(paths, cache)
+        hashes = file_hashes(paths, cache)
     except OSError as error:
         raise read_error(folder, error) from error
-    for name, sha256 in zip(names, found, strict=True):
+    for name, sha256 in zip(names, hashes, strict=True):
         if sha256 != (promised := manifest.files[name].sha256):
             raise CorruptArtifact(
-                f"{folder / name} has sha256 {short(sha256)}; the manifest promises {short(promised)}"
+                f"{folder / name} has sha256 {short(sha256)}; the manifest promises {short(promised)}", "wrong-hash"
             )
 
 
-def read_error(place: Path, error: OSError) -> CorruptArtifact | UnreadableArtifact:
-    """The error to raise where the operating system refuses to read `place`: corrupt is only what is not there."""
-    message = f"{place} cannot be read: {error}"
+def read_error(path: Path, error: OSError) -> CorruptArtifact | UnreadableArtifact:
+    """Return the error for a failed read of `path`: CorruptArtifact if it is missing, else UnreadableArtifact."""
+    message = f"{path} cannot be read: {error}"
     if error.errno in _NO_SUCH_FILE:
-        return CorruptArtifact(message)
+        return CorruptArtifact(message, "missing-file")
     return UnreadableArtifact(
-        f"{message}; it may be whole: look at its disk, its permissions and the memory left, and run again"
+        f"{message}; it may be intact: check its disk, its permissions and the free memory, and run again"
     )
 
 
 def _verify_sizes(folder: Path, manifest: Manifest) -> None:
     if folder.is_symlink():
-        raise CorruptArtifact(f"{folder} is a symbolic link to {folder.readlink()}; a folder was published")
+        raise CorruptArtifact(
+            f"{folder} is a symbolic link to {folder.readlink()}; a folder was published", "symbolic-link"
+        )
     present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()}
     if foreign := sorted(present - {MANIFEST} - manifest.files.keys()):
-        raise CorruptArtifact(f"{folder / foreign[0]} is not in the manifest; remove it or the artifact's folder")
+        raise CorruptArtifact(
+            f"{folder / foreign[0]} is not in the manifest; remove it or the artifact's folder", "foreign-file"
+        )
     for name, entry in manifest.files.items():
         path = folder / name
         try:
-            found = path.lstat()
+            status = path.lstat()
         except FileNotFoundError:
-            raise CorruptArtifact(f"{path} is missing; the manifest promises {entry.bytes} bytes") from None
+            raise CorruptArtifact(
+                f"{path} is missing; the manifest promises {entry.bytes} bytes", "missing-file"
+            ) from None
         except OSError as error:
             raise read_error(path, error) from error
-        if stat.S_ISLNK(found.st_mode):
-            raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
-        if not stat.S_ISREG(found.st_mode):
-            raise CorruptArtifact(f"{path} is not a plain file; a plain file was published")
-        if found.st_size != entry.bytes:
-            raise CorruptArtifact(f"{path} has {found.st_size} bytes; the manifest promises {entry.bytes}")
+        if stat.S_ISLNK(status.st_mode):
+            raise CorruptArtifact(
+                f"{path} is a symbolic link to {path.readlink()}; a plain file was published", "symbolic-link"
+            )
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptArtifact(f"{path} is not a plain file; a plain file was published", "not-a-plain-file")
+        if status.st_size != entry.bytes:
+            raise CorruptArtifact(
+                f"{path} has {status.st_size} bytes; the manifest promises {entry.bytes}", "wrong-size"
+            )

@@ -1,10 +1,9 @@
-"""Removing artifacts from a store while other processes use it: one that came into use since it was looked at stays.
+"""Remove artifacts from a store while other processes use it.
 
-Whoever makes an artifact, or finds it in order to go on from it, does so under the lock of its key and marks it as used: the
-lock keeps that and the removal from happening at once, and the mark tells the removal that it has happened.
+A process makes or reuses an artifact under the lock of its key, and marks it as used. The lock prevents a removal at the same
+time. The mark keeps an artifact with a use after the decision to remove it.
 
-First the artifact's keys are removed, so that no key leads to a missing artifact; then it is renamed away in one step, so that
-nobody ever sees half of one.
+The keys go first, so no key leads to a missing artifact. Then one rename removes the artifact, so readers never see half of it.
 """
 
 import contextlib
@@ -17,18 +16,18 @@ from training.contract.system.locks import holding
 
 
 def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
-    """The keys of every artifact of `kind`; unreadable records are left out."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """Return the keys of every artifact of `kind`, without unreadable records."""
+    keys: dict[str, list[str]] = defaultdict(list)
     for path in (store.root / "keys" / kind).glob("*.json"):
         with contextlib.suppress(ValueError, FileNotFoundError):
-            found[DerivationRecord.loads(path.read_bytes()).fingerprint].append(path.stem)
-    return found
+            keys[DerivationRecord.loads(path.read_bytes()).fingerprint].append(path.stem)
+    return keys
 
 
 def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str], used: int | None) -> bool:
-    """Remove an artifact with the records of its `keys`; False, and nothing is removed, if it is in use.
+    """Remove an artifact with the records of its `keys`. Return False and remove nothing if it is in use.
 
-    `used` is what the store said of it before its `keys` were read: another way that led to it since counts as use.
+    `used` is the result of `store.used` before `keys` were read: a key that was added later counts as use.
     """
     with holding(store.lock_file(kind, name) for name in (*keys, fingerprint)) as free:
         if not free or store.used(kind, fingerprint) != used:
@@ -41,6 +40,6 @@ def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str], 
 
 
 def freed_bytes(folder: Path) -> int:
-    """The bytes that removing `folder` frees: none for files with another hard link, such as released weights."""
+    """Return the bytes freed by removing `folder`: files with another hard link, such as released weights, free none."""
     files = (path.lstat() for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     return sum(file.st_size for file in files if file.st_nlink == 1)

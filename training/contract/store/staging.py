@@ -1,10 +1,7 @@
-"""Staging folders, and removing those of dead processes.
+"""Staging folders, each with a lock file beside it. A folder with a free lock is abandoned: its process is dead.
 
-Beside each folder lies a lock file, which the process that writes the folder holds as long as it lives: a folder whose lock
-is free is abandoned.
-
-Between creating a lock file and locking it, a process may lose the file to another one that removes abandoned folders.
-It then sees that the file it has locked is no longer the one of that name, and takes another name.
+Another process may remove the lock file between its creation and its locking. The locked file then no longer has its name,
+and the process tries another name.
 """
 
 import contextlib
@@ -22,7 +19,7 @@ _SUFFIX = ".lock"
 
 @dataclass(frozen=True)
 class LockedFolder:
-    """A folder, and the lock that shows that its process lives."""
+    """A folder and its lock, held while the process lives."""
 
     folder: Path
     lock: BinaryIO
@@ -35,7 +32,7 @@ class LockedFolder:
 
 
 def claim_folder(parent: Path) -> LockedFolder:
-    """A new, empty folder in `parent`, from which those of dead processes are removed first. Raises OSError."""
+    """Remove abandoned folders from `parent`, then create a new one. Raises OSError."""
     _remove_abandoned(parent)
     while True:
         name = secrets.token_hex(8)
@@ -46,21 +43,21 @@ def claim_folder(parent: Path) -> LockedFolder:
 
 @contextlib.contextmanager
 def claimed(parent: Path) -> Iterator[Path]:
-    """`claim_folder` for a while: at the end the folder is removed, unless it was renamed away. Raises OSError."""
-    claim = claim_folder(parent)
+    """Claim a folder; at the end remove it, unless it was renamed away. Raises OSError."""
+    locked_folder = claim_folder(parent)
     try:
-        yield claim.folder
+        yield locked_folder.folder
     finally:
-        claim.give_up()
+        locked_folder.give_up()
 
 
 def lock_beside(folder: Path) -> Path:
-    """The lock of a folder that was claimed."""
+    """Return the lock file of a claimed folder."""
     return folder.with_name(f"{folder.name}{_SUFFIX}")
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of dead processes; one that this user may not remove stays."""
+    """Remove the folders of dead processes, except those of other users."""
     for path in parent.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             if lock := try_lock(path):

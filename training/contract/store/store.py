@@ -1,20 +1,19 @@
-"""The store: immutable artifacts, stored by their contents (fingerprint) and found by how they are made (key).
+"""The store: immutable artifacts, named by their contents (fingerprint) and found by their derivation (key).
 
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
-    store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way;
-                                          one key leaves out which versions of libraries made it
-    store/locks/<kind>-<key>.lock         held by the process that is making that key
-    store/locks/<kind>-<fingerprint>.lock held while contents are published, or removed
-    store/staging/<name>/, <name>.lock    an artifact that is being written; its process holds the lock as long as it lives
+    store/keys/<kind>/<key>.json          a derivation, its fingerprint and its details; each derivation has a second key,
+                                          without the versions of libraries
+    store/locks/<kind>-<key>.lock         held while a process makes the artifact of this key
+    store/locks/<kind>-<fingerprint>.lock held while contents are published or removed
+    store/staging/<name>/, <name>.lock    an artifact in the making; its process holds the lock as long as it lives
     store/corrupt/<kind>/...              artifacts that were set aside
 
-A derivation (code version, inputs, settings) has a key; making it gives an artifact whose fingerprint identifies its
-contents. So two derivations with the same outcome, say a template before and after a comment was added to it, share one
+Two derivations may give the same contents, for example before and after a comment is added to a template. They share one
 artifact, and nothing downstream changes.
 
-Publishing is: write in staging, fsync every file and folder, write the manifest last, rename into place, fsync the
-parent, then record the key. A reader that finds the key finds everything. A process that is killed meanwhile leaves a
-staging folder whose lock nobody holds; the next process that stages something removes it.
+To publish: write in staging, fsync every file and folder, write the manifest last, rename into place, fsync the parent, then
+record the key. A reader that finds the key finds everything. A killed process leaves a staging folder with a free lock. The
+next process with a staging folder removes it.
 """
 
 import contextlib
@@ -55,7 +54,7 @@ from training.contract.system.locks import locked
 
 @dataclass(frozen=True)
 class Artifact:
-    """`derivation` and `details` are those of the key it was found by; other keys may have led to the same contents."""
+    """An artifact. `derivation` and `details` belong to the key it was found by; other keys may lead to the same contents."""
 
     folder: Path
     manifest: Manifest
@@ -76,9 +75,9 @@ class Artifact:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job returns about the files it left in its staging folder: their fingerprint, and small facts about them.
+    """The fingerprint and details of the files in a job's staging folder.
 
-    `is_known`: it left none, since these contents were published before.
+    `is_known`: the folder is empty, because these contents were published before.
     """
 
     fingerprint: str
@@ -87,12 +86,12 @@ class JobResult:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a file of an artifact, which people read as well; `Artifact.json` gives its content."""
+    """Write a JSON file of an artifact, indented for human readers."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 class DerivationRecord(ChecksummedModel):
-    """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
+    """The content of `keys/<kind>/<key>.json`: one derivation of an artifact."""
 
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     derivation: Derivation
@@ -117,23 +116,25 @@ class Store:
         return self.root / "keys" / kind / f"{key}.json"
 
     def fingerprints(self, kind: str) -> list[str]:
-        """Every artifact that was published under `kind`, in order of fingerprint."""
+        """Return the fingerprints of all artifacts of `kind`, sorted."""
         folder = self.root / kind
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def open(self, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact:
-        """The artifact, verified. Raises StoreError if there is none, CorruptArtifact if it is not what was published.
+        """Return the artifact, verified. Raises StoreError if it is missing, CorruptArtifact if it is corrupt.
 
-        To look at many artifacts, give a `cache`: files unchanged since they were hashed are not read again.
+        With a `cache`, unchanged files are not read again.
         """
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
-            raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
+            raise StoreError(
+                f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again", "no-artifact"
+            )
         manifest = verified_manifest(folder, kind, fingerprint, hashes, cache)
         return Artifact(folder, manifest, manifest.made_from, manifest.details)
 
     def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
-        """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
+        """Return the artifact of `key`, verified; None if it was never made. Raises CorruptArtifact."""
         record = self.record(kind, key)
         if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
             return None
@@ -141,20 +142,20 @@ class Store:
         return replace(artifact, derivation=record.derivation, details=record.details)
 
     def reuse(self, kind: str, key: str) -> Artifact | None:
-        """`find` for whoever goes on from what is found, and holds the lock of `key`; `used` is then this moment."""
-        if (found := self.find(kind, key)) is not None:
-            self._mark_used(kind, found.fingerprint)
-        return found
+        """Find the artifact and mark it as used. The caller holds the lock of `key`."""
+        if (artifact := self.find(kind, key)) is not None:
+            self._mark_used(kind, artifact.fingerprint)
+        return artifact
 
     def used(self, kind: str, fingerprint: str) -> int | None:
-        """When the artifact was last published or found for use, in nanoseconds; None where there is none."""
+        """Return the time of the artifact's last publication or use, in nanoseconds; None if it is missing."""
         try:
             return self.folder(kind, fingerprint).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def record(self, kind: str, key: str) -> DerivationRecord | None:
-        """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptRecord."""
+        """Return the record of `key`, even if the artifact is missing. Raises CorruptRecord."""
         path = self.record_file(kind, key)
         try:
             record = DerivationRecord.loads(path.read_bytes())
@@ -162,49 +163,49 @@ class Store:
             return None
         except ValueError as error:
             raise CorruptRecord(
-                f"{path} is not the record of a derivation ({error}); a run of its recipe mends it"
+                f"{path} is not the record of a derivation ({error}); run its recipe to repair it"
             ) from error
         if record.derivation.key != key:
             raise CorruptRecord(
-                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run of its recipe mends it"
+                f"{path} is the record of {short(record.derivation.key)}, expected {short(key)}; run its recipe to repair it"
             )
         return record
 
     def derivation(self, kind: str, key: str) -> Derivation | None:
-        """How the artifact of `key` was made; None if it never was. Raises CorruptRecord."""
+        """Return the derivation with this `key`; None if it has no record. Raises CorruptRecord."""
         record = self.record(kind, key)
         return None if record is None else record.derivation
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
-        """Move a corrupt artifact out of the way, kept for inspection; returns its new path."""
-        place = new_folder(self.root / "corrupt" / kind, f"{short(fingerprint)}-")
-        os.rename(self.folder(kind, fingerprint), place / fingerprint)
-        return place / fingerprint
+        """Move a corrupt artifact to `corrupt/`, for inspection. Return its new path."""
+        target = new_folder(self.root / "corrupt" / kind, f"{short(fingerprint)}-") / fingerprint
+        os.rename(self.folder(kind, fingerprint), target)
+        return target
 
     def repair_record(self, kind: str, key: str) -> Path:
-        """Replace the corrupt record of `key` by what the manifest of its artifact says; returns where the corrupt one is now.
+        """Write the corrupt record of `key` again, from the latest manifest with this key. Return the corrupt copy's path.
 
-        Afterwards there is no record if no manifest names `key`: a manifest names only the first way its contents were made.
+        If no manifest has this key, remove the record: a manifest holds only the first derivation of its contents.
         """
-        place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
-        shutil.copyfile(self.record_file(kind, key), place)
-        made_so = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
-        if made_so:
-            known = max(made_so, key=lambda manifest: manifest.created)
-            self._write_record(known.made_from, JobResult(known.fingerprint, known.details))
+        corrupt = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
+        shutil.copyfile(self.record_file(kind, key), corrupt)
+        manifests = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
+        if manifests:
+            latest = max(manifests, key=lambda manifest: manifest.created)
+            self._write_record(latest.made_from, JobResult(latest.fingerprint, latest.details))
         else:
             self.record_file(kind, key).unlink()
-        return place
+        return corrupt
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """An empty folder on the store's filesystem, removed at the end unless it was published.
+        """Yield an empty folder on the store's filesystem; remove it at the end unless it was published.
 
-        What dead processes left is removed first. Raises StoreError if the disk refuses to hold more.
+        Folders of dead processes are removed first. Raises StoreError if the disk is full.
         """
-        with contextlib.ExitStack() as held:
-            with self._refused("stage anything"):
-                folder = held.enter_context(claimed(self.root / "staging"))
+        with contextlib.ExitStack() as stack:
+            with self._explain_os_error("stage anything"):
+                folder = stack.enter_context(claimed(self.root / "staging"))
             try:
                 yield folder
             except OSError as error:
@@ -214,54 +215,57 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
-        """Hold the lock of `key`, after waiting for its holder. A process that inherits the open file holds it too."""
-        with contextlib.ExitStack() as held:
-            with self._refused(f"lock {kind}"):
-                file = held.enter_context(locked(self.lock_file(kind, key)))
+        """Wait for the lock of `key`, then hold it. A process that inherits the open file holds it too."""
+        with contextlib.ExitStack() as stack:
+            with self._explain_os_error(f"lock {kind}"):
+                file = stack.enter_context(locked(self.lock_file(kind, key)))
             yield file
 
-    def publish(self, staging: Path, derivation: Derivation, made: JobResult) -> Artifact:
-        """Make what `staging` holds the artifact of `derivation`.
+    def publish(self, staging: Path, derivation: Derivation, result: JobResult) -> Artifact:
+        """Publish the files in `staging` as the artifact of `derivation`.
 
-        If the same contents were published before and are whole, they stay and only the key is recorded. Raises
-        StoreError with the path and the free bytes if the disk refuses it; what was there is untouched.
+        If the same contents were published before and are intact, only the key is recorded. Raises StoreError with the path
+        and the free bytes if a write fails; the store is then unchanged.
         """
         kind = derivation.kind
-        with self._refused(f"publish {kind}"), self.lock(kind, made.fingerprint):
-            if not self._has_intact(kind, made.fingerprint):
-                if made.is_known:
-                    raise StoreError(f"{kind} {short(made.fingerprint)} was lost while it was compared; run again")
-                manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
+        with self._explain_os_error(f"publish {kind}"), self.lock(kind, result.fingerprint):
+            if not self._has_intact(kind, result.fingerprint):
+                if result.is_known:
+                    raise StoreError(
+                        f"{kind} {short(result.fingerprint)} disappeared from {self.root} while a job compared it; run again",
+                        "artifact-lost",
+                    )
+                manifest = Manifest.of_now(derivation, result.fingerprint, list_files(staging), result.details)
                 apply_umask(staging)
                 sync_tree(staging)
                 write_durably(staging / MANIFEST, manifest.dumps())
-                _move_in(staging, self.folder(kind, made.fingerprint))
-            self._write_record(derivation, made)
-            found = self.open(kind, made.fingerprint, hashes=False)
-        return replace(found, derivation=derivation, details=made.details)
+                _move_in(staging, self.folder(kind, result.fingerprint))
+            self._write_record(derivation, result)
+            artifact = self.open(kind, result.fingerprint, hashes=False)
+        return replace(artifact, derivation=derivation, details=result.details)
 
     def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
-        """Make an artifact that another store published, manifest and all, one of this store's; no key leads to it.
+        """Move an artifact of another store, with its manifest, into this one. It gets no key.
 
-        Raises CorruptArtifact if it is another one or broken, StoreError if the disk refuses it.
+        Raises CorruptArtifact if it is corrupt or another artifact, StoreError if a write fails.
         """
         verified_manifest(staging, kind, fingerprint)
-        with self._refused(f"adopt {kind}"):
+        with self._explain_os_error(f"adopt {kind}"):
             apply_umask(staging)
             sync_tree(staging)
             _move_in(staging, self.folder(kind, fingerprint))
         return self.open(kind, fingerprint, hashes=False)
 
     @contextlib.contextmanager
-    def _refused(self, doing: str) -> Iterator[None]:
+    def _explain_os_error(self, action: str) -> Iterator[None]:
         """Turn an OSError into a StoreError with the path and the free bytes."""
         try:
             yield
         except OSError as error:
-            raise write_error(doing, self.root, error) from error
+            raise write_error(action, self.root, error) from error
 
     def _has_intact(self, kind: str, fingerprint: str) -> bool:
-        """Whether these contents are there and whole; broken ones are set aside, to be replaced."""
+        """Return whether these contents are in the store and intact. Set corrupt ones aside."""
         if not os.path.lexists(self.folder(kind, fingerprint)):
             return False
         try:
@@ -274,19 +278,19 @@ class Store:
         return True
 
     def _mark_used(self, kind: str, fingerprint: str) -> None:
-        # Refused for a folder of another user, from a backup say, and who may not touch it may not remove it either.
+        # A folder of another user, such as one from a backup, needs no mark: this user cannot remove it either.
         with contextlib.suppress(PermissionError):
             os.utime(self.folder(kind, fingerprint))
 
-    def _write_record(self, derivation: Derivation, made: JobResult) -> None:
-        """Record what `derivation` gave, also as the latest that these inputs and settings gave under any software."""
-        for how in {found.key: found for found in (derivation, derivation.of_any_software)}.values():
-            record = DerivationRecord(fingerprint=made.fingerprint, derivation=how, details=made.details)
+    def _write_record(self, derivation: Derivation, result: JobResult) -> None:
+        """Record the result of `derivation`, also as the latest result of these inputs and settings under any software."""
+        for recorded in {each.key: each for each in (derivation, derivation.of_any_software)}.values():
+            record = DerivationRecord(fingerprint=result.fingerprint, derivation=recorded, details=result.details)
             with self.staging() as scratch:
-                write_durably(self.record_file(how.kind, how.key), record.dumps(), scratch)
+                write_durably(self.record_file(recorded.kind, recorded.key), record.dumps(), scratch)
 
     def _manifests(self, kind: str) -> Iterator[Manifest]:
-        """Every manifest of `kind` that can be read."""
+        """Yield all readable manifests of `kind`."""
         for fingerprint in self.fingerprints(kind):
             with contextlib.suppress(CorruptArtifact):
                 yield read_manifest(self.folder(kind, fingerprint))
@@ -297,6 +301,6 @@ def _move_in(staging: Path, target: Path) -> None:
     try:
         os.rename(staging, target)
     except OSError:
-        if not target.is_dir():  # else another process has put the same contents there meanwhile
+        if not target.is_dir():  # if it is one, another process has published the same contents
             raise
     sync_folder(target.parent)

@@ -1,7 +1,7 @@
-"""Durable and atomic writing: a file or folder has its old or its new content, whole, even after a power cut.
+"""Durable and atomic writing: a file has its old or its new content, even after a power cut.
 
-Everything made here has the permissions that the umask gives a new file or folder. Python's `tempfile` gives 0600 and
-0700 instead, and a rename would keep these in a store that a group shares.
+New files and folders get the permissions of the umask. Python's `tempfile` gives 0600 and 0700, and a rename would keep these
+in a store shared by a group.
 """
 
 import contextlib
@@ -14,17 +14,19 @@ from pathlib import Path
 
 from training.contract.errors import StoreError
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_SQLITE_NO_ROOM = "database or disk is full"
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
-SHARED_HOME_HINT = "what several users share needs a group, folders with its setgid bit, and umask 002 for everybody"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SQLITE_DISK_FULL = "database or disk is full"
+_NOT_PERMITTED = (errno.EACCES, errno.EPERM)
+SHARED_HOME_HINT = (
+    "files shared by several users need a group, folders with its setgid bit, and umask 002 for everybody"
+)
 
 
 def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
-    """Replace the content of `path` in one step.
+    """Replace the content of `path` in one step. Raises OSError, and then leaves no files behind.
 
-    The bytes are first written in `scratch`, a folder on the same filesystem, by default that of `path`. Raises OSError,
-    and then leaves nothing behind.
+    The bytes are first written to a temporary file in `scratch`, by default the folder of `path`. `scratch` must be on the
+    same filesystem.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = (scratch or path.parent) / f".{path.name}-{secrets.token_hex(8)}"
@@ -61,7 +63,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def new_folder(parent: Path, prefix: str = "") -> Path:
-    """A new, empty folder in `parent`, which is made if it is missing."""
+    """Create an empty folder with a random name in `parent`; create `parent` if it is missing."""
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"{prefix}{secrets.token_hex(8)}"
     folder.mkdir()
@@ -69,47 +71,47 @@ def new_folder(parent: Path, prefix: str = "") -> Path:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give everything in `folder` at least the permissions the umask gives new files and folders.
+    """Give everything in `folder` at least the permissions of new files and folders.
 
-    Some libraries write files of 0600 (safetensors does). The umask is read off a new folder, since asking for it
-    means changing it for a moment, for all threads.
+    Some libraries, such as safetensors, write files of 0600. A new folder shows the umask: reading it with `os.umask` would
+    change it for a moment, for all threads.
     """
     probe = new_folder(folder)
     folder_mode = probe.stat().st_mode & 0o777
     probe.rmdir()
     for path in [folder, *folder.rglob("*")]:
-        wanted = folder_mode if path.is_dir() else folder_mode & 0o666
-        path.chmod(path.stat().st_mode & 0o7777 | wanted)
+        minimum = folder_mode if path.is_dir() else folder_mode & 0o666
+        path.chmod(path.stat().st_mode & 0o7777 | minimum)
 
 
-def write_error(doing: str, place: Path, error: object) -> StoreError:
-    """The error to raise where the operating system refuses a write to `place`."""
-    message = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
+def write_error(action: str, path: Path, error: object) -> StoreError:
+    """Return the error for a failed write to `path`, such as `write_error("save the table", folder, error)`."""
+    message = f"cannot {action} in {path} ({free_bytes(path):,} bytes free): {error}"
     if is_disk_full(message):
-        message += "; make room and run again: what was finished is kept"
-    elif any(os.strerror(number) in message for number in _NOT_ALLOWED):
-        message += f"; {SHARED_HOME_HINT}"
-    return StoreError(message)
+        return StoreError(f"{message}; make room and run again: finished work is kept", "disk-full")
+    if any(os.strerror(number) in message for number in _NOT_PERMITTED):
+        return StoreError(f"{message}; {SHARED_HOME_HINT}", "not-permitted")
+    return StoreError(message, "cannot-write")
 
 
 def is_disk_full(message: str) -> bool:
-    """Whether the message of an error reports a full disk or quota: libraries raise types other than OSError for it."""
-    return any(words in message for words in (*map(os.strerror, _NO_ROOM), _SQLITE_NO_ROOM))
+    """Return whether an error's message reports a full disk or quota. Libraries raise types other than OSError for it."""
+    return any(text in message for text in (*map(os.strerror, _DISK_FULL), _SQLITE_DISK_FULL))
 
 
 def make_group_writable(files: Iterable[Path], like: Path) -> None:
-    """Give those of SQLite's `files` that this user owns at least the permissions of the file `like`.
+    """Give this user's SQLite `files` at least the permissions of the file `like`.
 
-    SQLite makes files of 0644 at most, whatever the umask; its journals get the permissions of their database.
+    SQLite creates databases with 0644 at most, even under umask 002; its journals get the permissions of their database.
     """
-    wanted = like.stat().st_mode & 0o666
+    minimum = like.stat().st_mode & 0o666
     for path in files:
-        with contextlib.suppress(FileNotFoundError):  # journals come and go
-            found = path.stat()
-            if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted:
-                path.chmod(found.st_mode & 0o7777 | wanted)
+        with contextlib.suppress(FileNotFoundError):  # SQLite removes journals at any time
+            status = path.stat()
+            if status.st_uid == os.geteuid() and status.st_mode & minimum != minimum:
+                path.chmod(status.st_mode & 0o7777 | minimum)
 
 
 def free_bytes(path: Path) -> int:
-    """The free bytes of the filesystem that holds `path`, or will hold it."""
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    """Return the free bytes of the filesystem of `path`, which need not exist."""
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

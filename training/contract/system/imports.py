@@ -1,4 +1,4 @@
-"""Importing large libraries, with the garbage collector kept out of it."""
+"""Import large libraries without garbage collection."""
 
 import gc
 import importlib
@@ -7,12 +7,12 @@ from types import ModuleType
 
 
 def import_without_gc(name: str) -> ModuleType:
-    """Import a module, and have no garbage looked for meanwhile, nor later among what was there by then.
+    """Import a module with the garbage collector off, then exclude all existing objects from later collections.
 
-    torch, transformers and MLflow make hundreds of thousands of objects as they are imported, and all of them stay. Python's
-    collector walks them again and again while they become more, in every large collection afterwards, and as the process ends.
+    torch, transformers and MLflow create hundreds of thousands of permanent objects on import. Python's collector would walk
+    them repeatedly: during the import, in every large collection afterwards, and at exit.
     """
-    if name in sys.modules:  # there is nothing to spare, and much of what is there may be garbage
+    if name in sys.modules:  # nothing to save, and by now many objects may be garbage
         return sys.modules[name]
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Locks: files that a process holds by `flock`. The kernel frees one when the last process that has it open ends.
+"""Lock files, held with `flock`. The kernel frees a lock when the last process with the open file ends.
 
-So process ids, ages, clocks and machines do not matter: whoever sees the file can try the lock.
+So process ids, ages and clocks do not matter, and another machine with the same file can try the lock.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold the lock in the file `path`, after waiting for its holder: another process, or another thread of this one."""
+    """Wait for the lock in the file `path`, then hold it. The holder may be a process or another thread."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -22,18 +22,18 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def holding(paths: Iterable[Path]) -> Iterator[bool]:
-    """Hold all of the locks, without waiting; False if another process holds one."""
-    with contextlib.ExitStack() as held:
+    """Hold all of the locks, without waiting. Yield False if another process holds one."""
+    with contextlib.ExitStack() as stack:
         for path in paths:
             if (lock := try_lock(path)) is None:
                 yield False
                 return
-            held.enter_context(lock)
+            stack.enter_context(lock)
         yield True
 
 
 def try_lock(path: Path) -> BinaryIO | None:
-    """The lock in the file `path`, without waiting; None if another process has it, or has removed the file meanwhile."""
+    """Lock the file `path` without waiting. Return None if another process holds it, or removes the file meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "ab")
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -45,7 +45,7 @@ def try_lock(path: Path) -> BinaryIO | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock. It is tried as a shared lock, so that two who ask do not see each other."""
+    """Return whether a living process holds the lock. Try a shared lock, so two callers do not disturb each other."""
     try:
         file = open(path, "rb")
     except FileNotFoundError:

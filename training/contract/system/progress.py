@@ -1,4 +1,4 @@
-"""Progress of a part of the work: the function that reports it, and an estimate of the time left."""
+"""Progress of a part of the work: the type of a reporting function, and an estimate of the time left."""
 
 import time
 from collections.abc import Callable
@@ -7,6 +7,6 @@ Emit = Callable[..., None]  # `EventWriter.emit` or a stand-in
 
 
 def seconds_left(started: float, done: float, total: float, before: float = 0) -> float | None:
-    """The estimate, if what was done since `started` by the monotonic clock goes on as fast; `before` was done earlier."""
-    here = done - before
-    return (time.monotonic() - started) / here * (total - done) if here else None
+    """Extrapolate the speed after `started`, a time of the monotonic clock. `before` of `done` was done earlier."""
+    recent = done - before
+    return (time.monotonic() - started) / recent * (total - done) if recent else None
