@@ -40,6 +40,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
