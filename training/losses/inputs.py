@@ -1,17 +1,17 @@
-"""What a loss is computed from.
+"""The inputs of a loss.
 
 Legend: B pairs; a last 2 stands for (chosen, rejected).
 
     log-probs      log pi(y|x), summed over the response's tokens
     log-ratio      log pi(y|x) - log pi_ref(y|x)
     score          f'(ratio) of the f-divergence that keeps the policy near the reference; the log-ratio itself for the
-                   reverse KL of DPO. With rewards r = beta f'(ratio) the normalizer cancels in a difference of two rewards
-                   and nowhere else (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240), hence the losses it is for.
+                   reverse KL of DPO. With rewards r = beta f'(ratio) the normalizer cancels only in a difference of two
+                   rewards (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240), so only such losses use scores.
 
-LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimization", arXiv 2409.06411) gives the tokens of
-the longer response beyond the length of the shorter one, its *tail*, the weight `alpha`, for policy and reference alike.
+LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimization", arXiv 2409.06411) multiplies the *tail* of
+the longer response by `alpha`, for policy and reference. The tail is the tokens beyond the length of the shorter response.
 
-What a loss needs of the other pairs of the batch is in `BatchContext`, as constants.
+`BatchContext` has the constants that a loss needs from the other pairs of the batch.
 """
 
 import math
@@ -23,16 +23,16 @@ from torch.nn.functional import logsigmoid
 
 from training.contract.config.loss import Divergence, Loss
 
-# e^30 is 1e13: far beyond any useful gradient, and its square still fits float32.
+# e^30 is 1e13: far above any useful gradient, and its square still fits into float32.
 _LARGEST_EXPONENT = 30.0
 
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """Summed log-probs in nats of both responses of B pairs under policy and reference, and their numbers of tokens.
+    """Summed log-probs in nats of both responses of B pairs under policy and reference, and their token counts.
 
-    `..._tails_B2` are the parts of the sums beyond the common length, for LD-DPO. `weights_B` are constant factors of the
-    pairs' losses, for WPO.
+    `..._tails_B2`: the parts of the sums beyond the common length, for LD-DPO. `weights_B`: constant factors of the pairs'
+    losses, for WPO.
     """
 
     policy_B2: Tensor
@@ -43,16 +43,16 @@ class PairLogProbs:
     weights_B: Tensor | None = None
 
     def with_policy_at(self, policy_B2: Tensor) -> "PairLogProbs":
-        """The same pairs with these log-probs of the policy, and with the reference's tails."""
+        """Return the same pairs with these policy log-probs, and with the reference's tails as the policy's."""
         return replace(self, policy_B2=policy_B2, policy_tails_B2=self.reference_tails_B2)
 
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What B pairs of the global batch need to know of all of it; without gradients.
+    """Constants that B pairs need from the global batch.
 
-    `mean_chosen_tokens` and `mean_reward` are the whole batch's. `matched_margins_B` and `matched_ratios_B2` belong to the
-    pair that each pair is compared with (batchwise.py).
+    `mean_chosen_tokens` and `mean_reward` are means over the batch. `matched_margins_B` and `matched_ratios_B2` belong to the
+    pairs of equal rank (batchwise.py).
     """
 
     mean_chosen_tokens: float | Tensor
@@ -60,19 +60,19 @@ class BatchContext:
     matched_margins_B: Tensor | None = None
     matched_ratios_B2: Tensor | None = None
 
-    def take(self, places_B: Tensor) -> "BatchContext":
-        """The same for the pairs at these places of the batch alone."""
+    def take(self, indices_B: Tensor) -> "BatchContext":
+        """Return the context of the pairs at these indices of the batch."""
         margins_B, ratios_B2 = self.matched_margins_B, self.matched_ratios_B2
         return replace(
             self,
-            matched_margins_B=None if margins_B is None else margins_B[places_B],
-            matched_ratios_B2=None if ratios_B2 is None else ratios_B2[places_B],
+            matched_margins_B=None if margins_B is None else margins_B[indices_B],
+            matched_ratios_B2=None if ratios_B2 is None else ratios_B2[indices_B],
         )
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """B pairs as a loss takes them: in `policy_B2` and `reference_B2` tails have the weight `ld_alpha`, if one is set."""
+    """The inputs of a loss for B pairs. `policy_B2` and `reference_B2` weight tails by `ld_alpha` if it is set."""
 
     beta: float
     policy_B2: Tensor
@@ -106,24 +106,24 @@ class LossInputs:
 
     @cached_property
     def margins_B(self) -> Tensor:
-        """Beta times the difference of both scores: DPO's loss is -log sigmoid of it."""
+        """Return beta times the difference of both scores: DPO's loss is -log sigmoid of it."""
         return self.beta * difference(self.scores_B2)
 
 
 def difference(values_B2: Tensor) -> Tensor:
-    """Chosen minus rejected."""
+    """Return chosen minus rejected."""
     return values_B2[:, 0] - values_B2[:, 1]
 
 
 def _discount_tails(sums_B2: Tensor, tails_B2: Tensor | None, alpha: float | None) -> Tensor:
     if alpha is None:
         return sums_B2
-    assert tails_B2 is not None, "a loss with ld_alpha needs the sums beyond the common length"
+    assert tails_B2 is not None, "ld_alpha requires tails"
     return sums_B2 - (1 - alpha) * tails_B2
 
 
 def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
-    """f' of the density ratio, from its logarithm."""
+    """Return f' of the density ratio, from its logarithm."""
     match divergence.type:
         case "reverse_kl":
             return ratios
@@ -138,6 +138,6 @@ def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
 
 
 def bounded_exp(exponents: Tensor) -> Tensor:
-    """exp, continued by its tangent above 30, so that loss and gradient stay finite."""
+    """Return exp, continued by its tangent above 30, so that loss and gradient stay finite."""
     capped = exponents.clamp(max=_LARGEST_EXPONENT)
     return capped.exp() * (1 + exponents - capped)

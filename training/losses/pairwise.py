@@ -1,11 +1,11 @@
-"""Losses of one pair alone, each a function of its log-probs under policy and reference.
+"""Losses of a single pair, as functions of its log-probs under policy and reference.
 
 Legend: B pairs; a last 2 stands for (chosen, rejected). In the formulas h is the margin `beta (score_chosen - score_rejected)`,
 c and r are the rewards `beta log(pi/pi_ref)` of the chosen and the rejected response, |y| a number of response tokens, s the
 logistic function.
 
-Where a name means different things in papers and libraries, it says which reduction is meant: `ipo` divides by tokens, as
-TRL does and its authors say they did in their experiments; `ipo_sum` does not, as the paper writes it.
+If papers and libraries differ in the reduction, the name shows it. `ipo` divides by tokens, as TRL and the authors'
+experiments do. `ipo_sum` does not, as in the paper.
 """
 
 import math
@@ -17,18 +17,18 @@ from torch.nn.functional import logsigmoid
 from training.contract.config.loss import LossTerm
 from training.losses.inputs import BatchContext, LossInputs, bounded_exp, difference
 
-# A mean log-prob of a token that is nearer to 0 is rounding: logits are float32, whose spacing at 8 is 2^-20.
+# A mean log-prob closer to 0 is a rounding error: logits are float32, with a spacing of 2^-20 at 8.
 _CERTAIN = -(2.0**-20)
 
 
-def smoothed(margins_B: Tensor, smoothing: float) -> Tensor:
-    """`-(1-e) log s(h) - e log s(-h)`: the label is taken to be swapped with probability e."""
+def smooth_labels(margins_B: Tensor, smoothing: float) -> Tensor:
+    """`-(1-e) log s(h) - e log s(-h)`: the label is swapped with probability e."""
     return -(1 - smoothing) * logsigmoid(margins_B) - smoothing * logsigmoid(-margins_B)
 
 
 def sigmoid(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
     """`-log s(h)`. DPO, Rafailov et al. 2023, arXiv 2305.18290; with label smoothing cDPO, Mitchell 2023."""
-    return smoothed(pairs.margins_B, term.label_smoothing)
+    return smooth_labels(pairs.margins_B, term.label_smoothing)
 
 
 def robust(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
@@ -51,7 +51,7 @@ def ipo(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
 
 
 def ipo_sum(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
-    """`(score_c - score_r - 1/(2 beta))^2`: equation 17 of Azar et al. 2023 as it is written, without division."""
+    """`(score_c - score_r - 1/(2 beta))^2`: equation 17 of Azar et al. 2023, without division."""
     return (difference(pairs.scores_B2) - 1 / (2 * pairs.beta)).square()
 
 
@@ -80,7 +80,7 @@ def nca_pair(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
 
 
 def sppo_hard(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
-    """`(log-ratio_c - 1/(2 beta))^2 + (log-ratio_r + 1/(2 beta))^2`: self-play with a preference taken as certain.
+    """`(log-ratio_c - 1/(2 beta))^2 + (log-ratio_r + 1/(2 beta))^2`: self-play with a certain preference.
 
     Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, equation 4.7 with P in {0, 1}; beta is 1/eta.
     """
@@ -99,12 +99,12 @@ def apo_down(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
 
 
 def discopop(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
-    """`(1-m) (-log s(h)) + m exp(-h)` with `m = s(h/tau)`: the log-ratio modulated loss that a language model found.
+    """`(1-m) (-log s(h)) + m exp(-h)` with `m = s(h/tau)`: the log-ratio modulated loss, found by a language model.
 
     Lu et al. 2024, "Discovering Preference Optimization Algorithms with and for LLMs", arXiv 2406.08414, equation 5.
     """
     modulation_B = torch.sigmoid(pairs.margins_B / term.tau)
-    # One exponent for the product, since m is 0 where exp(-h) overflows.
+    # One exponent for the product: m is 0 when exp(-h) overflows.
     exponents_B = logsigmoid(pairs.margins_B / term.tau) - pairs.margins_B
     return (1 - modulation_B) * -logsigmoid(pairs.margins_B) + bounded_exp(exponents_B)
 
@@ -114,11 +114,11 @@ def cpo(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
 
     Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417; the paper's loss is a mixture with `sft`.
     """
-    return smoothed(pairs.beta * difference(pairs.policy_B2), term.label_smoothing)
+    return smooth_labels(pairs.beta * difference(pairs.policy_B2), term.label_smoothing)
 
 
 def orpo(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
-    """`-beta log s(log odds(c) - log odds(r))`, where odds are p/(1-p) of a token's mean probability `p = pi(y)^(1/|y|)`.
+    """`-beta log s(log odds(c) - log odds(r))`, odds are p/(1-p) of a token's mean probability `p = pi(y)^(1/|y|)`.
 
     Hong et al. 2024, "ORPO", arXiv 2403.07691, equation 7; beta is its lambda, and its loss is a mixture with `sft`.
     """
@@ -128,22 +128,22 @@ def orpo(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
 def simpo(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
     """`-log s(beta (log pi(c)/|c| - log pi(r)/|r|) - gamma)`, without a reference. Meng et al. 2024, arXiv 2405.14734.
 
-    Gamma stands outside of beta, as in the paper and in TRL's `simpo_gamma`; a beta of 2 to 2.5 is usual.
+    Gamma is not multiplied by beta, as in the paper and in TRL's `simpo_gamma`; a beta of 2 to 2.5 is usual.
     """
     return -logsigmoid(pairs.beta * difference(pairs.policy_B2 / pairs.tokens_B2) - term.gamma)
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:
-    """log(p/(1-p)) of log p, continued by its tangent where p is 1 but for rounding: so value and slope are finite."""
+    """Return log(p/(1-p)) of log p. Continue it by its tangent for p near 1, so that value and slope are finite."""
     capped = logprobs.clamp(max=_CERTAIN)
-    others = -torch.expm1(capped)
-    return capped - others.log() + (logprobs - capped) / others
+    complement = -torch.expm1(capped)
+    return capped - complement.log() + (logprobs - capped) / complement
 
 
 def sft(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
-    """`-log pi(c)` over the mean number of chosen tokens of the batch: the batch's mean is that over all its chosen tokens.
+    """`-log pi(c)` over the mean number of chosen tokens: the batch's mean is the mean over all its chosen tokens.
 
-    This is the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442),
-    reduced as in TRL, but over the global batch instead of one forward pass. RPO itself averages each response.
+    This is the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442).
+    It is reduced as in TRL, but over the global batch instead of one forward pass. RPO itself averages each response.
     """
     return -pairs.whole_chosen_B / batch.mean_chosen_tokens

@@ -1,10 +1,9 @@
-"""The loss of a recipe: its terms, added up for each pair, and the rewards that are reported.
+"""The loss of a recipe: the sum of its terms for each pair, and the reported rewards.
 
 Legend: B pairs; a last 2 stands for (chosen, rejected).
 
-Rewards are beta times the log-ratio, as the DPO paper defines them, whatever a loss does with log-ratios: so they can be
-compared among losses. Only where no term uses a reference are they beta times the log-prob (CPO), or the mean log-prob of a
-token where the loss is a function of that (ORPO, SimPO).
+Rewards are beta times the log-ratio, as in the DPO paper, for all losses with a reference: so losses can be compared. If no
+term uses a reference, rewards are beta times the log-prob (CPO), or times the mean log-prob of a token (ORPO, SimPO).
 """
 
 from collections.abc import Callable
@@ -53,7 +52,7 @@ LOSSES: dict[LossType, LossFunction] = {
 
 @dataclass(frozen=True)
 class PairLosses:
-    """The loss of each pair and the rewards of its responses; `parts`: the losses of a mixture's terms, unweighted."""
+    """The loss of each pair and the rewards of its responses; `parts`: unweighted losses of a mixture's terms."""
 
     losses_B: Tensor
     rewards_B2: Tensor
@@ -65,37 +64,39 @@ class PairLosses:
 
     @property
     def accuracies_B(self) -> Tensor:
-        """1 where the chosen response has the higher reward, 0 elsewhere: a tie is no success."""
+        """Return 1 if the chosen response has the higher reward, else 0, also for a tie."""
         return (self.rewards_B2[:, 0] > self.rewards_B2[:, 1]).to(self.losses_B.dtype)
 
     def metrics(self, policy_B2: Tensor) -> dict[str, Tensor]:
-        """Each metric of `metric_names`, in that order, a value a pair; `policy_B2` are the policy's log-probs."""
+        """Return the metrics of `metric_names`, in this order, one value per pair; `policy_B2`: the policy's log-probs."""
         columns = (self.losses_B, *self.rewards_B2.unbind(1), self.margins_B, self.accuracies_B, *policy_B2.unbind(1))
         parts = {f"losses/{name}": losses_B for name, losses_B in self.parts.items()}
         return dict(zip(METRICS, columns, strict=True)) | parts
 
 
 def preference_loss(settings: Loss, logprobs: PairLogProbs, batch: BatchContext | None = None) -> PairLosses:
-    """The loss and the rewards of each pair; differentiable in the policy's log-probs.
+    """Return the loss and the rewards of each pair. Only the loss has gradients, with respect to the policy's log-probs.
 
-    Without `batch` the pairs are a batch of their own. Everything but the loss is without gradients.
+    Without `batch` the pairs are the batch.
     """
     pairs = LossInputs.of(settings, logprobs)
     batch = batch or batch_context(pairs, RunningMean())
-    values = {term.type: _weighted(LOSSES[term.type](pairs, batch, term), term, logprobs) for term in settings.terms}
+    values = {
+        term.type: _weight_pairs(LOSSES[term.type](pairs, batch, term), term, logprobs) for term in settings.terms
+    }
     total_B = torch.stack([term.weight * values[term.type] for term in settings.terms]).sum(dim=0)
     parts = {str(kind): value_B.detach() for kind, value_B in values.items()} if len(values) > 1 else {}
     return PairLosses(total_B, _rewards(settings, logprobs), parts)
 
 
 def metric_names(settings: Loss) -> tuple[str, ...]:
-    """The names in `PairLosses.metrics`: the loss first, and those of a mixture's terms last."""
+    """Return the names in `PairLosses.metrics`: the loss first, the terms of a mixture last."""
     parts = tuple(f"losses/{term.type}" for term in settings.terms) if len(settings.terms) > 1 else ()
     return METRICS + parts
 
 
-def _weighted(losses_B: Tensor, term: LossTerm, logprobs: PairLogProbs) -> Tensor:
-    """Pairs are weighted as comparisons; a term that compares nothing (sft) is not."""
+def _weight_pairs(losses_B: Tensor, term: LossTerm, logprobs: PairLogProbs) -> Tensor:
+    """Multiply the losses by the pairs' weights, except for terms that compare no responses (sft)."""
     if logprobs.weights_B is None or not term.type.traits.compares_responses:
         return losses_B
     return losses_B * logprobs.weights_B

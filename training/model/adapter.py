@@ -216,7 +216,7 @@ def _matches(name: str, target: str) -> bool:
 
 def _describe_wrong_target(model: PreTrainedModel, target: str, matching: dict[str, Module], linear: set[str]) -> str:
     kinds = ", ".join(sorted({type(module).__name__ for module in matching.values()}))
-    mismatch = f"has layers of type {kinds} there" if matching else "has no such layer"
+    mismatch = f"has layers of type {kinds} there" if matching else "lacks such a layer"
     return (
         f"`training.adapter.target_modules` names {target!r}, but {type(model).__name__} {mismatch}; expected "
         f"`all-linear` or names of linear layers: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"

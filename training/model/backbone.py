@@ -22,7 +22,7 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def takes_only_text(model: PreTrainedModel) -> bool:
-    """Return whether `model` has no parts beside its language model."""
+    """Return whether `model` consists of a language model only."""
     return text_config(model) is model.config
 
 

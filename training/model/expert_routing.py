@@ -34,7 +34,7 @@ class Routing(NamedTuple):  # FSDP finds the tensors of a forward's output in a 
 
 
 class NoRouting(ModelError):
-    """The model reports no routing: it has no experts, or none with a load-balancing loss."""
+    """The model cannot report its routing: it lacks experts or a load-balancing loss."""
 
     code = "no-routing"
 
@@ -43,7 +43,7 @@ def check_experts(model: PreTrainedModel) -> None:
     """Raise NoRouting if the config of `model` lacks experts or `router_aux_loss_coef`."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
-        raise _no_routing(model, "its config has no `router_aux_loss_coef`, or no experts")
+        raise _no_routing(model, "its config lacks experts or `router_aux_loss_coef`")
 
 
 def routing_of(model: PreTrainedModel, layers: Sequence[Tensor], sequences_T: Tensor) -> Routing:

@@ -142,7 +142,7 @@ def _load_error(folder: Path, error: Exception) -> ModelError:
     # The rest of this message lists 190 other classes.
     if unknown := re.match(r"Unrecognized configuration class <class '.*\.(\w+)'>", message):
         return ModelError(
-            f"the model in {folder} cannot be loaded: transformers has no causal language model for {unknown[1]}; use "
+            f"the model in {folder} cannot be loaded: transformers lacks a causal language model for {unknown[1]}; use "
             "another base model",
             "unsupported-architecture",
         )

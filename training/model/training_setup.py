@@ -105,7 +105,7 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers = [module for module in body_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
-            f"{architecture(model)} has no layers for `compute.activation_checkpointing` and `compute.compile`; expected "
+            f"{architecture(model)} lacks layers for `compute.activation_checkpointing` and `compute.compile`; expected "
             "transformers' GradientCheckpointingLayer: set both to false",
             "no-layers",
         )

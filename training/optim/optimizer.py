@@ -1,20 +1,19 @@
 """The optimizer and its learning rate.
 
-AdamW decays weight matrices and embeddings only: norms and biases, vectors of scale and offset, are left alone. The
-kernel is torch's fused one, which exists for CPUs and for CUDA.
+AdamW decays only weight matrices and embeddings, not norms and biases. It uses torch's fused kernel, for CPU and CUDA.
 
-Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
-orthogonal one, found by Newton-Schulz iterations in bfloat16, so that all directions move equally far. Vectors, and
-embeddings and heads, which are a vector for each token, are left to AdamW, as the author advises. The model's modules say
-which is which, not the names (`hidden_matrices`). Several processes share the work (training.optim.distributed_muon).
+Muon (Jordan 2024) updates the matrices between embeddings and head. It replaces a matrix's momentum by the nearest orthogonal
+matrix, so that all directions move equally far. Newton-Schulz iterations in bfloat16 compute it. AdamW updates vectors,
+embeddings and heads (one vector per token), as the author advises. We classify by module, not by name (`hidden_matrices`).
+Several processes share the work (training.optim.distributed_muon).
 
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
     n <= W       n / (W + 1)                              warm-up, W = ceil(warmup_ratio * N) steps
     n > W        1, or falling with p = (n-1-W) / (N-W)   constant; linear 1-p; cosine (1 + cos(pi p)) / 2
 
-so no step is wasted: the learning rate of the first and of the last step is above zero; step W+1 is the first with the full
-one. After the warm-up it is what transformers' `get_scheduler` gives.
+The first and the last step have a learning rate above zero. Step W+1 is the first with the full rate. After the warm-up the
+factor equals transformers' `get_scheduler`.
 """
 
 import math
@@ -29,12 +28,12 @@ from transformers import PreTrainedModel
 from training.contract.config.optimizer import AdamW, Muon, Optimizer, Schedule
 from training.optim.distributed_muon import DistributedMuon, MatrixAssignment
 
-# In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
+# In floats 0.07 * 100 is 7.000000000000001; the intended result is 7.
 _ROUNDING = 1e-9
 
 
 class Optimizers:
-    """Optimizers over disjoint named parameters, stepped as one. State is kept by the parameters' names."""
+    """Optimizers over disjoint named parameters, stepped together. Their state is stored by parameter name."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -48,19 +47,19 @@ class Optimizers:
             part.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, flat: `<state>/<parameter>`."""
-        named = ((name, part.state[p]) for part, name, p in self._named() if p in part.state)
-        return {f"{key}/{name}": value for name, state in named for key, value in state.items()}
+        """Return the state by the flat keys `<state>/<parameter>`."""
+        states = ((name, part.state[p]) for part, name, p in self._named_parameters() if p in part.state)
+        return {f"{key}/{name}": value for name, state in states for key, value in state.items()}
 
     def restore(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take what `tensors` of Optimizers built in the same way gave, one after the other."""
-        owners = {name: (part, p) for part, name, p in self._named()}
-        for path, value in tensors:
-            key, name = path.split("/", 1)
+        """Load the state that `tensors()` of Optimizers with the same settings returned."""
+        owners = {name: (part, p) for part, name, p in self._named_parameters()}
+        for state_key, value in tensors:
+            key, name = state_key.split("/", 1)
             part, parameter = owners[name]
             part.state[parameter][key] = value.to(parameter.device)
 
-    def _named(self) -> Iterator[tuple[torch.optim.Optimizer, str, Parameter]]:
+    def _named_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, str, Parameter]]:
         for part in self._parts:
             for group in part.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -74,59 +73,58 @@ def build_optimizer(
     norms: Container[str] = (),
     turns: MatrixAssignment | None = None,
 ) -> Optimizers:
-    """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
+    """Return the recipe's optimizer over named parameters. Muon updates those in `matrices`, AdamW the rest.
 
-    Those of `norms` are not decayed, whatever their shape. With `turns` a parameter is the rows of a tensor that this process
-    holds, and several share Muon's work.
+    Parameters in `norms` are not decayed, even if they are matrices. With `turns` several processes share Muon's work; a
+    parameter may then hold only this process's rows of a tensor.
     """
     if isinstance(settings, AdamW):
         return Optimizers(_adamw(settings, parameters, norms))
     hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
-    others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
-    return Optimizers(_muon(settings, hidden, turns) + _adamw(settings.adamw, others, norms))
+    rest = {name: parameter for name, parameter in parameters.items() if name not in matrices}
+    return Optimizers(_muon(settings, hidden, turns) + _adamw(settings.adamw, rest, norms))
 
 
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
-    """The names of the matrices between embeddings and head.
+    """Return the names of the matrices between embeddings and head.
 
-    Embeddings are those of the model's input, tied to the head or not, and every other `torch.nn.Embedding` (of
-    positions, for example). A mixture of experts stacks its matrices in tensors of three dimensions, which Muon does not take,
-    and its biases in tensors of two, which are vectors.
+    Embeddings are the model's input embeddings, tied or not, and all other `torch.nn.Embedding`s, for example of positions. A
+    mixture of experts has tensors of three dimensions, unsupported by Muon, and stacked biases of two dimensions.
     """
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    spared = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    others = norm_weights(model)
+    excluded_modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    excluded_modules += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    excluded = {id(parameter) for module in excluded_modules if module is not None for parameter in module.parameters()}
+    norms = norm_weights(model)
     named = model.named_parameters()
-    return {n for n, p in named if p.ndim == 2 and id(p) not in spared and n not in others and not _is_bias(n)}
+    return {n for n, p in named if p.ndim == 2 and id(p) not in excluded and n not in norms and not _is_bias(n)}
 
 
 def norm_weights(model: PreTrainedModel) -> set[str]:
-    """The names of the parameters of norms, by module: Cohere's norms of queries and keys have a row for each head."""
+    """Return the names of norm parameters, found by module: some of Cohere's are matrices with a row per head."""
     norms = [(name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__]
     return {name for prefix, module in norms for name, _ in module.named_parameters(prefix, recurse=False)}
 
 
 def set_learning_rate(optimizer: Optimizers, factor: float) -> None:
-    """Set the learning rate of each group to `factor` times the one it was built with."""
+    """Set the learning rate of each group to `factor` times its initial one."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """What the recipe's learning rate is multiplied by at `step`, counted from 1 to `steps`; in (0, 1]."""
+    """Return the factor of the recipe's learning rate at `step`, counted from 1 to `steps`; in (0, 1]."""
     assert 1 <= step <= steps, f"step {step} of {steps}"
     warmup = warmup_steps(schedule, steps)
     if step <= warmup:
         return step / (warmup + 1)
-    done = (step - 1 - warmup) / (steps - warmup)
+    progress = (step - 1 - warmup) / (steps - warmup)
     match schedule.type:
         case "constant":
             return 1.0
         case "linear":
-            return 1.0 - done
+            return 1.0 - progress
         case "cosine":
-            return (1.0 + math.cos(math.pi * done)) / 2
+            return (1.0 + math.cos(math.pi * progress)) / 2
 
 
 def warmup_steps(schedule: Schedule, steps: int) -> int:
@@ -134,10 +132,10 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
 
 
 def _adamw(settings: AdamW, parameters: Mapping[str, Parameter], norms: Container[str]) -> list[torch.optim.Optimizer]:
-    """AdamW in two groups, with weight decay and without; no optimizer where there are no parameters."""
+    """Return AdamW with two groups, with and without weight decay; an empty list without parameters."""
     decayed = {n: p for n, p in parameters.items() if p.ndim >= 2 and n not in norms and not _is_bias(n)}
-    others = {name: p for name, p in parameters.items() if name not in decayed}
-    groups = [_group(settings, decayed, settings.weight_decay), _group(settings, others, 0.0)]
+    undecayed = {name: p for name, p in parameters.items() if name not in decayed}
+    groups = [_group(settings, decayed, settings.weight_decay), _group(settings, undecayed, 0.0)]
     filled = [group for group in groups if group["params"]]
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
@@ -166,5 +164,5 @@ def _group(settings: AdamW | Muon, parameters: Mapping[str, Parameter], weight_d
 
 
 def _is_bias(name: str) -> bool:
-    # A mixture of experts keeps its biases in matrices, so the name counts where the shape says nothing.
+    # By name, because a mixture of experts stacks its biases in matrices.
     return name.endswith("bias")

@@ -1,14 +1,13 @@
-"""Summing a long gradient over the ranks while the rest of it is still being computed.
+"""Sum a long gradient over the ranks during the backward pass, in buckets.
 
-The gradients lie in one tensor, in the order of the parameters. A backward pass completes them roughly from the end, so the
-tensor is cut from its end into buckets of some 25 MB. In the last backward pass of a step a bucket is sent as soon as it
-is complete and the buckets behind it were sent: so every rank sends in the same order, whichever it completes first. A
-rank that has nothing to run sends all its buckets at the end. The exchange overlaps with the pass, as in torch's
-DistributedDataParallel (Li et al. 2020).
+The gradients are one tensor, in the order of the parameters. A backward pass completes them roughly from the end, so we cut
+the tensor from its end into buckets of about 25 MB. In the last backward pass of a step, a bucket is sent as soon as it is
+complete and all buckets after it in the tensor are sent. So all ranks send in the same order. A rank without work sends its
+buckets at the end. The exchange overlaps with the pass, as in torch's DistributedDataParallel (Li et al. 2020).
 
-A sum does not tell which rank spoiled it, so each rank first notes whether its own bucket is finite.
+A sum does not show which rank contributed a non-finite value, so each rank first checks its own bucket.
 
-Legend: N numbers of the whole gradient.
+Legend: N numbers of the full gradient.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class GradientBuckets:
-    """The buckets of `gradient_N`, which holds parameters of `sizes` numbers each, in their order."""
+    """The buckets of `gradient_N`. `sizes`: the numbers per parameter, in order."""
 
     def __init__(
         self, gradient_N: Tensor, sizes: Sequence[int], group: Group, bucket_bytes: int = BUCKET_BYTES
@@ -37,18 +36,18 @@ class GradientBuckets:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: nothing is complete, and nothing is sent before `expect`."""
+        """Start a step: no gradient is complete, and no bucket is sent before `expect`."""
         self._missing = Counter(self._owners)
         self._expecting, self._sent = False, 0
         self._waits: list[Callable[[], object]] = []
         self._totals: list[Tensor] = []
 
     def expect(self) -> None:
-        """The last backward pass begins: buckets that it completes may be sent."""
+        """Begin the last backward pass: from now on, send complete buckets."""
         self._expecting = True
 
     def complete(self, parameter: int) -> None:
-        """The present pass has added its part to the gradient of this parameter."""
+        """Mark the gradient of this parameter as complete. Do nothing before `expect`."""
         if not self._expecting:
             return
         self._missing[self._owners[parameter]] -= 1
@@ -56,7 +55,7 @@ class GradientBuckets:
             self._send()
 
     def finish(self) -> Tensor:
-        """Send the rest and wait for all; returns whether everything that this rank sent was finite."""
+        """Send the rest, wait for all sums, and return whether all values of this rank were finite."""
         while self._sent < len(self._buckets):
             self._send()
         for wait in self._waits:
@@ -65,13 +64,13 @@ class GradientBuckets:
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        self._totals.append(bucket.sum())  # a sum with inf or NaN in it is not finite
+        self._totals.append(bucket.sum())  # not finite if a value is inf or NaN
         self._waits.append(self._group.start_sum_(bucket))
         self._sent += 1
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[int]:
-    """The bucket of each parameter: consecutive ones, from the last, until a bucket would grow over `limit` bytes."""
+    """Return the bucket of each parameter. Fill buckets from the last parameter on, each up to `limit` bytes."""
     owners, bucket, filled = [], 0, 0
     for size in reversed(sizes):
         if filled and filled + size > limit:

@@ -1,11 +1,10 @@
-"""What a job loads onto its ranks: a model that is to be trained, or one that only runs.
+"""The models that a job loads onto its ranks: one to train, or one that only scores.
 
-Each knows the folder of its (base) weights, how many bytes a parameter of them takes on a device, how to load itself onto a
-device (onto the meta device without values: training.parallel.placement), and, for people, what `work` it is loaded for.
+A spec has the folder of its (base) weights, the bytes per parameter on a device, a `load` method (onto the meta device without
+values: training.parallel.placement), and a name of its `work` for messages.
 
-In training a parameter takes 16 bytes: the float32 master, its gradient and two moments of AdamW; two more for a running
-copy in bfloat16. Under an adapter, which itself is small, a parameter is frozen and takes only its value, as in a model
-that only runs.
+In training a parameter takes 16 bytes: the float32 master weight, its gradient and two moments of AdamW. A running copy in
+bfloat16 takes two more. Below an adapter a parameter is frozen and takes only its value, as in scoring; the adapter is small.
 """
 
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
 
 @dataclass(frozen=True)
 class TrainModelSpec:
-    """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`.
+    """The model in `folder` to train in `precision`, or a new adapter on it, initialized from `seed`.
 
-    With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays. With `float8_head` the
-    head multiplies in 8 bits.
+    `disable_dropout` turns off the dropout of the config, but not of the adapter. `float8_head`: the head multiplies in 8 bits.
     """
 
     work: ClassVar[str] = "training"
@@ -47,9 +45,9 @@ class TrainModelSpec:
         return _TRAINED_BYTES[self.precision] if self.adapter is None else int(DTYPES[self.precision].itemsize)
 
     def load(self, device: torch.device, masters: bool = False) -> PreTrainedModel:
-        """As it runs, or with all that is trained in float32, as `masters`. With an adapter the rest is frozen.
+        """Return the model in the running precision; with `masters` its trained tensors are float32. Raise ModelError.
 
-        Raises ModelError.
+        With an adapter the other parameters are frozen.
         """
         if self.adapter is None:
             model = load_model(self.folder, "float32" if masters else self.precision, device)
@@ -60,14 +58,14 @@ class TrainModelSpec:
         return model
 
     def running_precision(self) -> Precision:
-        """The dtypes in which its tensors run: those of a model that was loaded in the trained precision."""
+        """Return the dtypes of a model loaded in the trained precision."""
         running = self.load(torch.device("meta"))
         return Precision(DTYPES[self.precision], {name: tensor.dtype for name, tensor in named_tensors(running)})
 
 
 @dataclass(frozen=True)
 class InferenceModelSpec:
-    """A model that only runs: `model` itself, or, where that is an adapter, `base` with it."""
+    """A model that only scores: `model`, or `base` with the adapter `model`."""
 
     work: ClassVar[str] = "scoring"
     model: Input
@@ -85,7 +83,7 @@ class InferenceModelSpec:
         return int(DTYPES[self.dtype].itemsize)
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """Raises ModelError."""
+        """Return the frozen model. Raise ModelError."""
         return load_policy(self.model, self.base, self.dtype, device).requires_grad_(False)
 
 

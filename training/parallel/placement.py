@@ -1,15 +1,14 @@
-"""How the weights of a model lie on the ranks: whole on each, or cut by rows into shards, and how they get there.
+"""How the weights of a model lie on the ranks (complete on each, or cut by rows into shards), and how they get there.
 
-Rank 0 alone reads the model from the disk and checks it. The others build it on torch's meta device, without values, and
-learn from rank 0 which tensors it has, of which dtype, and which share memory (tied weights). Then the values are broadcast
-a layer at a time, and each rank keeps its part of a layer before the next one comes. So the machine never holds more than
-one whole copy besides what the ranks keep.
+Only rank 0 reads the model from the disk and checks it. The other ranks build it on torch's meta device, without values, and
+get names, dtypes and ties of the tensors from rank 0. Then the values are broadcast a layer at a time. Each rank keeps its
+part of a layer before the next one comes. So a node holds at most one full copy besides the parts of its ranks.
 
-Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its weights before its pass and frees them after;
-embedding, last norm and head stay gathered from the forward to the backward pass, since tied weights are the first and the
-last that a pass needs. FSDP gathers for the model's forward pass, but we use the head outside of it. So the part of
-`response_logprobs` that reads weights is registered as a forward pass too (`register_fsdp_forward`). Every pass is then
-collective: all ranks must run the same number of passes, also for a model that cannot share prefixes.
+Shards are those of FSDP2 (Zhao et al. 2023). Each decoder layer gathers its weights before its pass and frees them after it.
+Embedding, last norm and head stay gathered from the forward to the backward pass: tied weights are the first and the last
+weights of a pass. FSDP gathers weights in the model's forward pass, but we use the head outside of it. So the part of
+`response_logprobs` that reads weights is registered as a forward method too (`register_fsdp_forward`). Every pass is then
+collective: all ranks must run the same number of passes, even if the model cannot share prefixes.
 """
 
 import json
@@ -31,20 +30,20 @@ from training.model.load import named_tensors
 from training.model.logprobs.response_logprobs import register_fsdp_forward
 from training.parallel.precision import AS_LOADED, Precision
 
-# Loads a model onto a device; on the meta device without values.
+# Loads a model onto a device, without values if it is the meta device.
 Load = Callable[[torch.device], PreTrainedModel]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of `group` hold `copies` copies of all weights; consecutive ranks share one."""
+    """The ranks of `group` hold `copies` copies of all weights. Consecutive ranks share a copy."""
 
     group: Group
     copies: int
 
     @property
     def shards(self) -> int:
-        """Into how many parts each copy is cut."""
+        """Return the number of parts of each copy."""
         return self.group.world // self.copies
 
     @property
@@ -56,9 +55,9 @@ class Placement:
         return mesh_of(self.group, {"copy": self.copies, "shard": self.shards})
 
     def place(self, load: Load, precision: Precision = AS_LOADED) -> PreTrainedModel:
-        """The model that `load` gives, laid out on all ranks; shards of it run in `precision`.
+        """Return the model of `load`, distributed over all ranks. Shards run in `precision`.
 
-        Raises ModelError on every rank if rank 0 does.
+        Raise ModelError on every rank if any rank fails to load.
         """
         broadcast = _Broadcast(load, self.group)
         model = broadcast.model
@@ -66,19 +65,19 @@ class Placement:
             broadcast.fill(model)
             return model
         mesh = self.mesh if self.copies > 1 else self.mesh["shard"]
-        apart = precision.modules_apart(model)
+        separate = precision.modules_apart(model)
         for part in [*_layers(model), model]:
             broadcast.fill(part)
-            inner_first = [m for m in reversed(list(part.modules())) if m in apart and not isinstance(m, FSDPModule)]
+            inner_first = [m for m in reversed(list(part.modules())) if m in separate and not isinstance(m, FSDPModule)]
             for module in [*inner_first, part]:
-                fully_shard(module, mesh=mesh, mp_policy=precision.policy(apart.get(module, precision.usual)))
+                fully_shard(module, mesh=mesh, mp_policy=precision.policy(separate.get(module, precision.usual)))
         precision.cast_buffers(model)
         register_fsdp_forward(model, self.group)
         return model
 
 
 class _TensorInfo(NamedTuple):
-    """A tensor as rank 0 has it. Tied tensors have the same `owner`, the first of their names."""
+    """A tensor of rank 0's model. Tied tensors have the same `owner`, the first of their names."""
 
     name: str
     owner: str
@@ -88,23 +87,23 @@ class _TensorInfo(NamedTuple):
 
 
 class _Broadcast:
-    """Brings a model from rank 0's host to the devices of all ranks, one part of it after the other."""
+    """Copies a model from rank 0's host to the devices of all ranks, part by part."""
 
     def __init__(self, load: Load, group: Group) -> None:
         self._group = group
         self.model = _load(load, group)
         own = _tensors_of(self.model)
         message = group.gather_texts(json.dumps(own) if group.is_main else "")[0]
-        self._left = {info.name: info for info in (_TensorInfo(*fields) for fields in json.loads(message))}
-        _check_same_tensors(own, self._left)
+        self._unsent = {info.name: info for info in (_TensorInfo(*fields) for fields in json.loads(message))}
+        _check_same_tensors(own, self._unsent)
         self._names = {module: name for name, module in self.model.named_modules()}
 
     def fill(self, part: Module) -> None:
-        """Put the tensors of `part` that were not sent before on the device of every rank. Tied tensors stay tied."""
+        """Copy the unsent tensors of `part` to the device of every rank. Tied tensors stay tied."""
         prefix = f"{self._names[part]}." if self._names[part] else ""
         received: dict[str, Tensor] = {}
-        for name in [name for name in self._left if name.startswith(prefix)]:
-            info = self._left.pop(name)
+        for name in [name for name in self._unsent if name.startswith(prefix)]:
+            info = self._unsent.pop(name)
             if info.owner not in received:
                 received[info.owner] = self._receive(info)
             path, _, leaf = name.rpartition(".")
@@ -113,21 +112,22 @@ class _Broadcast:
     def _receive(self, info: _TensorInfo) -> Tensor:
         if info.name != info.owner:
             raise ModelError(
-                f"{info.name} and {info.owner} are one tensor, and layers that are gathered one at a time cannot share any: "
-                f"set `compute.parallel: ddp`"
+                f"{info.name} and {info.owner} are one tensor, but layers in shards cannot share tensors: set "
+                "`compute.parallel: ddp`",
+                "shared-tensors",
             )
         path, _, leaf = info.name.rpartition(".")
         own: Tensor = getattr(self.model.get_submodule(path), leaf)
         if self._group.is_main:
-            whole = own.detach().to(self._group.device).contiguous()
+            values = own.detach().to(self._group.device).contiguous()
         else:
-            whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self._group.device)
-        self._group.broadcast_(whole.view(-1).view(torch.uint8))  # as bytes: not every backend knows every dtype
-        return Parameter(whole, info.requires_grad) if isinstance(own, Parameter) else whole
+            values = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self._group.device)
+        self._group.broadcast_(values.view(-1).view(torch.uint8))  # as bytes: not every backend supports every dtype
+        return Parameter(values, info.requires_grad) if isinstance(own, Parameter) else values
 
 
 def _load(load: Load, group: Group) -> PreTrainedModel:
-    """The model on rank 0's host, and without values elsewhere. Raises ModelError on every rank if one cannot load it."""
+    """Return the model on rank 0's host, and without values elsewhere. Raise ModelError on every rank if one cannot load it."""
     problem, model = "", None
     try:
         model = load(torch.device("cpu" if group.is_main else "meta"))
@@ -140,14 +140,15 @@ def _load(load: Load, group: Group) -> PreTrainedModel:
 
 
 def _check_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -> None:
-    """Rank 0's model, read from files, must have the tensors of the model that the others built from its config."""
+    """Raise ModelError unless the model built from the config has the tensors of rank 0's model, read from files."""
     built = {info.name: info.shape for info in own}
-    other = sorted(n for n in built.keys() | sent.keys() if n not in sent or built.get(n) != sent[n].shape)
-    if other:
+    different = sorted(n for n in built.keys() | sent.keys() if n not in sent or built.get(n) != sent[n].shape)
+    if different:
         raise ModelError(
-            f"the model as it was read and the one its config.json describes differ in {len(other)} tensors, among them "
-            f"{', '.join(other[:5])}; such a model cannot be loaded by several processes: set "
-            f"`compute.processes_per_node: 1`, or save it as plain weights"
+            f"the model in the files and the model of its config.json differ in {len(different)} tensors, among them "
+            f"{', '.join(different[:5])}; several processes cannot load such a model: set "
+            "`compute.processes_per_node: 1`, or save it as plain weights",
+            "tensors-differ",
         )
 
 
@@ -162,13 +163,14 @@ def _tensors_of(model: PreTrainedModel) -> list[_TensorInfo]:
 
 
 def _layers(model: PreTrainedModel) -> list[Module]:
-    """The layers that transformers keeps in one piece (`_no_split_modules`). Raises ModelError if it names none."""
-    named = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
-    inner = {part for layer in named for part in layer.modules() if part is not layer}
-    layers = [layer for layer in named if layer not in inner]
+    """Return the outermost layers among transformers' `_no_split_modules`. Raise ModelError if there are none."""
+    unsplit = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    inner = {part for layer in unsplit for part in layer.modules() if part is not layer}
+    layers = [layer for layer in unsplit if layer not in inner]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} names no layers (`_no_split_modules` of transformers) that could be gathered one at a "
-            f"time, so every rank would need room for all of it: set `compute.parallel: ddp`, or use another base model"
+            f"{type(model).__name__} does not name its layers (`_no_split_modules` of transformers), so it cannot be sharded "
+            "layer by layer: set `compute.parallel: ddp`, or use another base model",
+            "no-layers",
         )
     return layers

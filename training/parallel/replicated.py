@@ -1,12 +1,12 @@
-"""All weights on every rank, and one gradient buffer that is summed over the ranks while the last backward pass still runs.
+"""Training with all weights on every rank. One gradient buffer is summed over the ranks during the last backward pass.
 
-With precision float32 the model's parameters are the masters. With bfloat16 the running model is a bfloat16 copy; the
+With precision float32 the model's parameters are the master weights. With bfloat16 the running model is a bfloat16 copy: the
 gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
 
-All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the norm is one norm, clipping one
-product, and the ranks exchange slices (`GradientBuckets`). torch's DistributedDataParallel does not fit: it hooks on a forward
-pass of the whole model, and ours runs the body alone; a rank without a pair in a step has no backward pass to take part in;
-and it would sum the gradients of a bfloat16 copy in bfloat16.
+All gradients are one flat float32 tensor; each master's `.grad` is a view of it. So the norm is one norm, clipping is one
+product, and the ranks exchange slices (`GradientBuckets`). torch's DistributedDataParallel does not fit for three reasons. It
+hooks on a forward pass of the full model, but we run only the body. A rank without pairs in a step runs no backward pass. And
+it would sum the gradients of a bfloat16 copy in bfloat16.
 
 Legend: N numbers of all trained tensors.
 """
@@ -28,7 +28,7 @@ from training.parallel.train_state import TrainableParams
 
 
 class Replicated(TrainableParams):
-    """`gradient_N` holds all gradients in a row."""
+    """Parameters replicated on every rank. `gradient_N` is the concatenation of all gradients."""
 
     def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
         model = layout.place(partial(trainable.load, masters=True))

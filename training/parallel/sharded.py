@@ -1,11 +1,11 @@
-"""Each tensor in shards over the ranks of a group (training.parallel.placement): FSDP2, and HSDP, several such groups.
+"""Training with each tensor in shards over the ranks of a group (training.parallel.placement): FSDP2; HSDP has several groups.
 
-Masters are the float32 shards. FSDP rounds what it gathers to the dtypes of a model that was loaded in the trained precision,
-and sums gradients in float32: over the ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and
-over the groups in the last one.
+The master weights are the float32 shards. FSDP casts gathered weights to the dtypes of a model loaded in the trained
+precision, and sums gradients in float32. It sums over the ranks of a group in each backward pass, so that no rank holds a
+full gradient, and over the groups in the last one.
 
-The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element, and for Muon they take
-turns with whole matrices.
+The optimizer steps plain tensors, the local rows of each parameter. AdamW works element by element; for Muon, ranks collect
+whole matrices in turn.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,8 @@ from training.parallel.train_state import TrainableParams
 
 
 class Sharded(TrainableParams):
+    """Parameters in shards."""
+
     def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
         precision = trainable.running_precision()
         model = layout.place(partial(trainable.load, masters=True), precision)
@@ -40,9 +42,10 @@ class Sharded(TrainableParams):
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
         super().__init__(model, parameters, trainable, layout)
         if layout.shards > 1 and self.own_dropout and getattr(text_config(model), "layerdrop", None):
-            raise ModelError(  # they would wait for each other
-                f"{architecture(model)} leaves out layers at random (`layerdrop` of its config.json), each rank others, and "
-                "in shards all ranks have to run all layers: set `compute.parallel: ddp`, or `layerdrop` there to 0"
+            raise ModelError(  # ranks with different layers would deadlock
+                f"{architecture(model)} skips layers at random, different ones on each rank (`layerdrop` of its config.json), "
+                "but with shards all ranks must run all layers: set `compute.parallel: ddp`, or `layerdrop` to 0",
+                "layerdrop",
             )
 
     @cached_property
@@ -59,7 +62,7 @@ class Sharded(TrainableParams):
         loss.backward()
 
     def reduce(self) -> Tensor:
-        """FSDP has summed in the backward passes. A tensor that none of them used gets a gradient of zero."""
+        """Return whether this rank's gradients were finite. FSDP summed them already; unused tensors get zeros."""
         for name, parameter in self.parameters.items():
             gradient = self._shards_of[name].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.to_local()
@@ -71,7 +74,7 @@ class Sharded(TrainableParams):
         return square.sqrt()
 
     def update_model(self) -> None:
-        """The shards are the optimizer's own tensors; free what a forward pass without a backward pass left gathered."""
+        """Free weights that a forward pass without a backward pass left gathered. The optimizer has stepped the shards."""
         self.model.reshard()
 
     def local_rows(self, name: str) -> LocalRows:
@@ -80,22 +83,22 @@ class Sharded(TrainableParams):
         return LocalRows(sum(counts[:shard]), counts[shard], sum(counts), copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Gathered a tensor at a time, so that no device needs room for more than one."""
-        state, whole = self._state(), dict[int, Tensor]()
+        """Gather one tensor at a time, so that a device needs memory for only one."""
+        state, gathered = self._state(), dict[int, Tensor]()
         for name, tensor in state.items():
-            if id(tensor) not in whole:  # tied weights have two names
+            if id(tensor) not in gathered:  # tied weights have two names
                 full = tensor.detach().to(self._dtypes[name])
                 if isinstance(full, DTensor):
                     full = full.full_tensor()
-                whole[id(tensor)] = full.cpu() if self.group.is_main else full.new_empty(0)
-        return {name: whole[id(tensor)] for name, tensor in state.items()} if self.group.is_main else {}
+                gathered[id(tensor)] = full.cpu() if self.group.is_main else full.new_empty(0)
+        return {name: gathered[id(tensor)] for name, tensor in state.items()} if self.group.is_main else {}
 
     @property
     def _shard_group(self) -> dist.ProcessGroup:
         return self.layout.mesh["shard"].get_group()
 
     def _row_counts(self, name: str) -> list[int]:
-        """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
+        """Return the rows on each rank, as `torch.chunk` cuts them: the last parts may be smaller or empty."""
         total, shards = self._shards_of[name].shape[0], self.layout.shards
         size = -(-total // shards)
         return [max(0, min(size, total - size * shard)) for shard in range(shards)]
@@ -105,7 +108,7 @@ class Sharded(TrainableParams):
 
 
 class _ReduceScatter:
-    """FSDP's reduce-scatter, which first notes whether what this rank contributes is finite."""
+    """FSDP's reduce-scatter, with a check that this rank's input is finite."""
 
     def __init__(self, device: torch.device) -> None:
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -126,8 +129,8 @@ class _ReduceScatter:
 
 
 def _sum_gradients(model: PreTrainedModel, reduce_scatter: _ReduceScatter) -> None:
-    """Make FSDP sum the gradients of every part of `model`, by `reduce_scatter`."""
+    """Make FSDP sum the gradients of every part of `model` with `reduce_scatter`."""
     for part in [module for module in model.modules() if isinstance(module, FSDPModule)]:
-        part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the global count already
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        part.set_gradient_divide_factor(1.0)  # losses are already divided by the global count
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
         part.set_custom_reduce_scatter(reduce_scatter)

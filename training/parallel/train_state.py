@@ -1,20 +1,20 @@
-"""A model in training: float32 master weights, their gradients, and the model in the trained precision that runs.
+"""A model in training: float32 master weights, their gradients, and the running model in the trained precision.
 
     zero()                    before a step: clear the gradients
     backward(loss, last)      for each micro-batch; `last` marks the last one of this rank
     reduce()                  sum the gradients over all ranks
-    norm(), clip_()           of the gradient of the whole model
+    norm(), clip_()           for the gradient of the full model
     update_model()            after the optimizer's step: copy the new weights into the running model
 
-There are two implementations, which the rest of the code need not tell apart: `Replicated`, where every rank holds all weights
-and gradients are exchanged (as in DDP), and `Sharded`, where every rank holds a part of each tensor and weights are
-exchanged too (FSDP). Gradients are sums, never means: losses were divided by the count of the global batch.
+There are two implementations with one interface. With `Replicated` every rank holds all weights, and ranks exchange gradients
+(as in DDP). With `Sharded` every rank holds a part of each tensor, and ranks also exchange weights (FSDP). Gradients are sums,
+never means: the losses are divided by the count of the global batch.
 
-With an adapter only the adapter has masters and gradients; the rest of the model is frozen.
+With an adapter only the adapter has master weights and gradients; the rest of the model is frozen.
 
-With precision bfloat16 the running model is its masters rounded to bfloat16, like a reference loaded in bfloat16, so that both
-compute the same log-probs before the first step. There is no autocast: it would run norms and the residual stream in
-float32, which the reference does not do.
+With precision bfloat16 the running model is the master weights rounded to bfloat16, like a reference model loaded in bfloat16.
+So both compute the same log-probs before the first step. We do not use autocast: it would run norms and the residual stream in
+float32, unlike the reference model.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ _PIECE = 1 << 16
 
 
 class TrainableParams(ABC):
-    """`model` runs; `parameters` are what the optimizer steps: float32, of each trained tensor the part of this rank."""
+    """`model` runs. The optimizer steps `parameters`: this rank's part of each trained tensor, in float32."""
 
     def __init__(
         self, model: PreTrainedModel, parameters: dict[str, Parameter], trainable: TrainModelSpec, layout: Placement
@@ -48,12 +48,12 @@ class TrainableParams(ABC):
         self._disable_dropout = trainable.disable_dropout
 
     def train(self) -> None:
-        """Put the running model into the mode in which steps are taken."""
+        """Put the running model into training mode."""
         train_mode(self.model, self.own_dropout)
 
     @cached_property
     def own_dropout(self) -> bool:
-        """Whether the model draws dropout of its own in training: if it is to, and its config has any."""
+        """Return whether training draws the dropout of the model's config."""
         if self._disable_dropout:
             return False
         fields = text_config(self.model).to_dict().items()
@@ -62,29 +62,29 @@ class TrainableParams(ABC):
     @property
     @abstractmethod
     def turns(self) -> MatrixAssignment | None:
-        """How the ranks share whole matrices; None where this one has none to share with. All ranks ask."""
+        """Return how ranks share whole matrices; None if this rank shares none. Collective."""
 
     @abstractmethod
     def zero(self) -> None:
-        """Clear the gradients of the step before."""
+        """Clear the gradients of the previous step."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of `loss`; `last` for this rank's last pass of the step."""
+        """Add the gradients of `loss`. `last`: this is the rank's last pass of the step."""
 
     @abstractmethod
     def reduce(self) -> Tensor:
-        """Make each `.grad` the sum over all ranks; returns, as a tensor, whether this rank's own part was finite.
+        """Make each `.grad` the sum over all ranks. Return, as a tensor, whether this rank's part was finite.
 
-        Every rank calls it once a step, even if it had nothing to run.
+        Every rank calls this once per step, even without a micro-batch.
         """
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, the same on every rank."""
+        """Return the norm of the full gradient, the same on every rank."""
         return norm_of(self._gradients())
 
     def clip_(self, norm: float, limit: float) -> None:
-        """Scale the gradient down to a norm of `limit`, where it is larger."""
+        """Scale the gradient down to a norm of `limit` if it is larger."""
         factor = limit / (norm + _EPSILON)
         if factor < 1:
             torch._foreach_mul_(self._gradients(), factor)
@@ -95,26 +95,26 @@ class TrainableParams(ABC):
 
     @abstractmethod
     def local_rows(self, name: str) -> LocalRows:
-        """Which rows of the trained tensor `name` this rank holds."""
+        """Return the rows of the trained tensor `name` that this rank holds."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
-        """The trained weights, whole, in the running precision: the model's, or an adapter's. Rank 0 gets them; all call it."""
+        """Return the full trained weights of the model or adapter in the running precision, on rank 0 only. Collective."""
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's part of the running model's state; with an adapter, of the adapter's."""
+        """Return this rank's part of the state of the running model, or of its adapter."""
         state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         return {name: state[name] for name in adapter_parameters(self.model)} or state
 
     @abstractmethod
     def _gradients(self) -> list[Tensor]:
-        """Tensors that hold all of this rank's gradients, and nothing else."""
+        """Return tensors that together hold exactly this rank's gradients."""
 
 
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors together, from norms of small pieces: one float32 sum of millions of squares is 1e-3 off.
+    """Return the norm of all tensors, from norms of small pieces: one float32 sum of millions of squares is off by 1e-3.
 
-    The pieces of a tensor are the rows of a matrix, and a remainder: on a GPU two kernels, not one a piece.
+    The pieces of a tensor are the rows of a matrix, and a remainder: this takes two kernels on a GPU.
     """
     norms = []
     for flat_N in (tensor.view(-1) for tensor in tensors):
