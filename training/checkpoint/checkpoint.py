@@ -121,7 +121,7 @@ class Checkpoints:
             shutil.rmtree(self._folder_of(old_step))
 
     def last_whole(self, group: Group, note: Callable[[str], None]) -> int | None:
-        """Return the step of the last intact checkpoint, the same on every rank; None if there is none.
+        """Return the step of the last intact checkpoint, or None; the same on every rank.
 
         Remove partial checkpoints first, so that a commit never includes the file of an old rank. The ranks share the hashing.
         """

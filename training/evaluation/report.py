@@ -28,7 +28,7 @@ class Sample:
     chosen: str
 
     def abridged(self, most: int) -> "Sample":
-        """Return the sample with at most `most` characters per text: the prompt's end, with the question, the answers' start."""
+        """Return the sample with at most `most` characters per text: the end of the prompt, the beginning of the answers."""
         return Sample(self.row, self.prompt[-most:], self.before[:most], self.after[:most], self.chosen[:most])
 
 

@@ -79,7 +79,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
 
 
 def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
-    """Return the positions of the validation pairs. Raises DataError if there are none."""
+    """Return the positions of the validation pairs. Raises DataError if the split is empty."""
     positions_V = pairs.indices("validation")
     if not len(positions_V):
         raise DataError(

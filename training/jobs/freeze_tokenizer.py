@@ -109,7 +109,7 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
 
 
 def _find_left_out(template: ChatTemplate) -> str | None:
-    """Return a text that the template leaves out of a question and its answer; None if there is none.
+    """Return a text that the template leaves out of a question and its answer, or None.
 
     None also if the template rejects the probe's marks, because a template may check the words of a message.
     """

@@ -166,7 +166,7 @@ class _Tally:
         }
 
     def first(self, *reasons: DropReason) -> str:
-        """Return row and detail of the first pair that was dropped for one of these reasons; "" if there is none."""
+        """Return row and detail of the first pair that was dropped for one of these reasons, or ""."""
         drops = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
         return next(drops, "")
 
