@@ -1,4 +1,4 @@
-"""One asset of one pipeline while it is materialized: what its body is given."""
+"""The argument of an asset's body: one asset of one pipeline during its materialization."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from training.contract.store.store import Artifact
 
 @dataclass(frozen=True)
 class AssetContext:
-    """`context` is Dagster's; everything else a body uses can be reached from here."""
+    """An asset during its materialization. `context` belongs to Dagster."""
 
     pipeline: Pipeline
     services: Services
@@ -27,48 +27,48 @@ class AssetContext:
 
     @property
     def settings(self) -> Settings:
-        """What it is made with, beside its inputs: the content of its spec, or else the fields of the recipe that it reads."""
+        """The settings of its derivation: the content of its spec, or else the fields of the recipe it reads."""
         node = GRAPH[self.asset]
         if node.spec is None:
             return node.reads(self.pipeline.recipe)
-        frozen: Settings = self.history.artifact(node.spec).json("spec.json")
-        return frozen
+        settings: Settings = self.history.artifact(node.spec).json("spec.json")
+        return settings
 
     @cached_property
     def history(self) -> History:
-        """Of the asset and what it is made of, as it was when the step first asked: inputs and their spec are of one moment."""
-        needed = with_upstream(self.pipeline.recipe, self.asset)
-        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id, needed)
+        """The history of the asset and its ancestors. It is read once, so inputs and spec are consistent."""
+        assets = with_upstream(self.pipeline.recipe, self.asset)
+        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id, assets)
 
     def inputs(self) -> dict[str, str]:
-        """The artifacts that the asset is made from in this recipe: fingerprints by name. Nothing of them was read yet.
+        """Return the fingerprints of the asset's inputs by name, without reading the artifacts.
 
-        Raises UsageError for one that never was made, StoreError where they do not go together.
+        Raise UsageError if an input was never materialized, StoreError if they are inconsistent.
         """
-        found = {name: self.history.fingerprint(name) for name in self._names()}
-        check_one_lineage(self.history, self.asset, found)
-        return found
+        fingerprints = {name: self.history.fingerprint(name) for name in self._input_names()}
+        check_one_lineage(self.history, self.asset, fingerprints)
+        return fingerprints
 
     def picture(
         self, name: str, artifact: Artifact, draw: Callable[[], dg.MarkdownMetadataValue]
     ) -> dg.MarkdownMetadataValue:
-        """What the latest materialization shows as `name`, if that made `artifact` in the same way; else what `draw` gives.
+        """Return the picture `name` of the latest materialization if it has the same artifact and key, else call `draw`.
 
-        Drawing takes longer than all else that is done for an artifact that is reused. Who changes a drawing gives the asset
-        another code version.
+        Drawing takes most of the time for a reused artifact. If you change a drawing, raise the asset's code version.
         """
         latest = self.history.latest(self.asset)
         is_same = (latest.fingerprint, latest.key) == (artifact.fingerprint, artifact.derivation.key)
-        shown = latest.metadata.get(name) if is_same else None
-        return draw() if shown is None else dg.MetadataValue.md(shown)
+        picture = latest.metadata.get(name) if is_same else None
+        return draw() if picture is None else dg.MetadataValue.md(picture)
 
     def provenance(self) -> dict[str, str]:
-        """Tags with the data versions that it was made from, in the place of Dagster's: those of the latest materializations.
+        """Return tags with the data versions of the inputs. They replace Dagster's tags.
 
-        What another run has recorded would else count as used, and an asset that was made from older inputs as up to date.
+        Dagster's tags name the latest materializations, which may come from another run. An asset made from older inputs would
+        then count as fresh.
         """
-        found = {self.pipeline.key(name): self.history.latest(name).fingerprint for name in self._names()}
-        return {input_version_tag(key): version for key, version in found.items() if version is not None}
+        versions = {self.pipeline.key(name): self.history.latest(name).fingerprint for name in self._input_names()}
+        return {input_version_tag(key): version for key, version in versions.items() if version is not None}
 
-    def _names(self) -> tuple[str, ...]:
+    def _input_names(self) -> tuple[str, ...]:
         return GRAPH[self.asset].inputs(self.pipeline.recipe)

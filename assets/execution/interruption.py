@@ -1,7 +1,7 @@
-"""How a run that a person stops ends: cancelled, with one line that says what is kept and how to go on.
+"""End of a run that the user stops: canceled, with one line about the kept results and the command to continue.
 
-Dagster interrupts a body with an exception, and records a stack trace of it for the asset and another one for the run. Neither
-tells anything, since the exception comes from outside.
+Dagster interrupts a body with an exception, and records its stack trace twice, for the asset and for the run. Both are useless,
+because the exception comes from outside.
 """
 
 import sys
@@ -21,18 +21,18 @@ _BY_COMMAND = "Ctrl-C in `pedigree run`"
 
 
 def is_interruption(message: str | None) -> bool:
-    """Whether a message is that of an interruption."""
+    """Return whether a message reports an interruption."""
     return message is not None and message.startswith("interrupted;")
 
 
 def without_stack_traces() -> None:
-    """Let no error of this process have a stack trace from now on: its run ends, and Dagster would record two."""
+    """Turn off stack traces in this process. Its run ends, and Dagster would record two of them."""
     sys.tracebacklimit = 0
 
 
 @contextmanager
 def with_stack_traces() -> Iterator[None]:
-    """Let errors have stack traces again after the block, whatever was interrupted in it."""
+    """Turn stack traces on again after the block, after an interruption too."""
     try:
         yield
     finally:
@@ -42,7 +42,7 @@ def with_stack_traces() -> Iterator[None]:
 
 @contextmanager
 def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
-    """Let an interruption of `job` name the checkpoint that was saved, if there is one."""
+    """Make an interruption of `job` name the latest saved checkpoint, if any."""
     try:
         yield
     except INTERRUPTS as interruption:
@@ -56,20 +56,20 @@ def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
 
 @contextmanager
 def ending_in_words(step: AssetContext) -> Iterator[None]:
-    """Let an interruption of `step` end its run in words. A command that was interrupted cancels its run."""
+    """Make an interruption of `step` end its run with a message. An interrupted command cancels its run."""
     try:
         yield
     except INTERRUPTS as interruption:
         without_stack_traces()
-        words = str(interruption) or _KEPT.format(f"`pedigree run {step.pipeline.argument}`")
-        step.context.log.warning(f"{step.asset}: {words}")
+        message = str(interruption) or _KEPT.format(f"`pedigree run {step.pipeline.argument}`")
+        step.context.log.warning(f"{step.asset}: {message}")
         if step.services.is_command:
             cancel(step.context.instance, step.context.run.run_id)
-        raise type(interruption)(words) from None
+        raise type(interruption)(message) from None
 
 
 def cancel(instance: dg.DagsterInstance, run_id: str) -> None:
-    """Mark the run of an interrupted command as one that a person stops, or has stopped if it has ended by now."""
+    """Mark the run of an interrupted command as canceling, or as canceled if it has ended already."""
     run = instance.get_run_by_id(run_id)
     if run is None:
         return

@@ -1,4 +1,4 @@
-"""The events of a job as lines for people to read: in the log of a run, or where a command's output is no terminal."""
+"""Events of a job as lines of text: in the log of a run, or in a command's output if it is not a terminal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,13 +8,13 @@ from assets.pipeline.pipeline import Services
 from training.contract.protocol.events import Event
 
 _SECONDS_BETWEEN_LINES, _MOST_SECONDS_BETWEEN_LINES = 5.0, 300.0
-_SHARE_OF_THE_TIME = 0.01
+_SHARE_OF_ELAPSED_TIME = 0.01
 
 
 class EventLines:
-    """Writes phases and notes at once, and progress every so many `seconds`, less often the longer it goes on.
+    """Writes phases and notes at once. Writes progress every few `seconds` at first, and less often over time.
 
-    In the end that is every five minutes: a week would otherwise leave a hundred thousand lines, too many for a run's page.
+    The interval grows to five minutes: a week would otherwise leave a hundred thousand lines, too many for a run's page.
     """
 
     def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):
@@ -28,32 +28,32 @@ class EventLines:
             self._write(f"{self._asset}: {event.get('phase') or event.get('text')}")
         elif kind == "step":
             self._step = f", loss {event['loss']:.4f}"
-        elif kind == "progress" and event["time"] - self._last > self._between(event["time"]):
+        elif kind == "progress" and event["time"] - self._last > self._interval(event["time"]):
             self._last = event["time"]
             left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
             self._write(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
 
-    def _between(self, now: float) -> float:
+    def _interval(self, now: float) -> float:
         self._first = now if self._first is None else self._first
-        return max(self._seconds, min(_SHARE_OF_THE_TIME * (now - self._first), _MOST_SECONDS_BETWEEN_LINES))
+        return max(self._seconds, min(_SHARE_OF_ELAPSED_TIME * (now - self._first), _MOST_SECONDS_BETWEEN_LINES))
 
 
 def with_log(services: Services, log: Logger, asset: str) -> Services:
-    """The same services; their listener hears of which asset the events are, and `log` has them as lines."""
+    """Return services with a listener that adds the asset to each event and writes lines to `log`."""
     lines = EventLines(log.info, asset)
 
-    def hear(event: Event) -> None:
+    def on_event(event: Event) -> None:
         lines.hear(event)
         services.listener({**event, "asset": asset})
 
-    return replace(services, listener=hear)
+    return replace(services, listener=on_event)
 
 
 def log_phase(services: Services, log: Logger, asset: str, phase: str) -> None:
-    """Tell a person what is done now, where no job does it, in the same places as the events of a job."""
+    """Report a phase of work in this process in the same way as a job's events."""
     with_log(services, log, asset).listener({"event": "phase", "phase": phase})
 
 
 def log_message(services: Services, log: Logger, asset: str, text: str) -> None:
-    """Tell a person of something beside the events of a job, in the same places."""
+    """Report a message in the same way as a job's events."""
     with_log(services, log, asset).listener({"event": "note", "text": text})

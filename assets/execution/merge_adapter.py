@@ -1,7 +1,7 @@
-"""Policies that are adapters: the base of each, and the plain model that it is merged into.
+"""Merging of adapter policies into their base model.
 
-With `export: adapter` a policy is a few files that are useless without their base. What is released is a plain model
-nevertheless, merged by a job: whoever loads a version expects a complete model.
+With `export: adapter` a policy is a few files that need their base. A job merges both for the release, because users of a
+version expect a complete model.
 """
 
 from assets.execution.asset_context import AssetContext
@@ -12,9 +12,9 @@ from training.contract.store.store import Artifact, Store
 
 
 def base_of(policy: Artifact, store: Store) -> Artifact | None:
-    """The reference model that `policy` is an adapter of; None for a plain model. Raises StoreError if the base is lost.
+    """Return the reference model of an adapter `policy`; None for a plain model. Raise StoreError if the base is missing.
 
-    All derivations of one adapter have the same base, since the base's fingerprint is part of the adapter's.
+    All derivations of one adapter have the same base: the base's fingerprint is part of the adapter's.
     """
     if ADAPTER_CONFIG not in policy.manifest.files:
         return None
@@ -22,7 +22,7 @@ def base_of(policy: Artifact, store: Store) -> Artifact | None:
 
 
 def plain_model(step: AssetContext, policy: Artifact) -> Artifact:
-    """`policy` itself, or, if it is an adapter, the model that a job merges it into."""
+    """Return `policy`, or the merged model if it is an adapter."""
     base = base_of(policy, step.services.store)
     if base is None:
         return policy

@@ -1,4 +1,4 @@
-"""Log-probs of the reference model scored again: a few, to compare them with the table, or all, where these are not right."""
+"""Scoring the reference model again: a few pairs for comparison with the table, or all pairs if the table is wrong."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rescored:
-    """`rows` as `training/jobs/rescore.py` writes them; `tolerance`: nats by the root of the count of response tokens."""
+    """`rows`: the output of `training/jobs/rescore.py`. `tolerance`: nats per root of the count of response tokens."""
 
     rows: list[dict[str, Any]]
     tolerance: float
@@ -32,7 +32,7 @@ class Rescored:
 
 @dataclass(frozen=True)
 class SetAside:
-    """The log-probs of `sequences`, in `shards` of the memo, and the `tables` made of them; `folders` have all of it now."""
+    """The log-probs set aside: counts of sequences and cache shards, the tables' fingerprints, and the new folders."""
 
     recipe: str
     sequences: int
@@ -42,59 +42,62 @@ class SetAside:
 
 
 def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact], rows: int | list[int]) -> Rescored:
-    """Score the given `rows`, or that many spread over the table, with the policy in `inputs`, else the reference model.
+    """Score the given `rows`, or that many evenly spaced ones, with the policy in `inputs`, else with the reference model.
 
-    It is done by a job of one process. The store is not asked: the point is to compute them anew.
+    A job of one process does it. The store is not looked up, because the purpose is a new computation.
     """
     work = JobSpec("proof", {"rows": rows})
-    job = describe_job(pipeline, services, "proof", work, {name: given.fingerprint for name, given in inputs.items()})
-    alone = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
-    job = job.model_copy(update={"compute": alone})
+    fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
+    job = describe_job(pipeline, services, "proof", work, fingerprints)
+    one_process = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
+    job = job.model_copy(update={"compute": one_process})
     with services.store.lock("proof", job.derivation.key) as lock:
-        made = run_work(services, job, work, lock, _LOG)
-    return Rescored(made.json("rescored.json"), made.details["tolerance"])
+        artifact = run_work(services, job, work, lock, _LOG)
+    return Rescored(artifact.json("rescored.json"), artifact.details["tolerance"])
 
 
 def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> SetAside:
-    """Set aside all log-probs of the reference model, and the recipe's tables of them: the next run scores them again.
+    """Set aside all log-probs of the reference model, and the recipe's tables of them. The next run scores again.
 
-    Raises UsageError if there are none.
+    Raise UsageError without any log-probs.
     """
     store, history = services.store, History(instance, pipeline, services.store)
     model, dtype = history.fingerprint("reference_model"), pipeline.recipe.reference.dtype
     rule = scoring_rule(model, dtype)
-    memo = f"memo/{rule}"
-    manifests = {name: _manifest(store, memo, name) for name in store.fingerprints(memo)}
-    tables = list(_tables(store, rule, history.fingerprint("tokenized_pairs")))
+    cache_kind = f"memo/{rule}"
+    manifests = {name: _read_manifest(store, cache_kind, name) for name in store.fingerprints(cache_kind)}
+    tables = list(_find_tables(store, rule, history.fingerprint("tokenized_pairs")))
     if not manifests and not tables:
         raise UsageError(
-            f"nothing was scored with the reference model {short(model)} in {dtype}, so there is nothing to set aside; "
-            f"`pedigree run {pipeline.argument}` scores"
+            f"the reference model {short(model)} has no log-probs in {dtype}, so nothing can be set aside; "
+            f"`pedigree run {pipeline.argument}` computes them",
+            "no-scores",
         )
-    folders = [_set_aside(store, kind, name) for kind, names in ((memo, manifests), (_TABLE, tables)) for name in names]
+    kinds = ((cache_kind, manifests), (_TABLE, tables))
+    folders = [_set_aside(store, kind, name) for kind, names in kinds for name in names]
     sequences = sum(manifest.details.get("sequences", 0) for manifest in manifests.values() if manifest)
     parents = sorted({folder.parent.parent for folder in folders if folder})
     return SetAside(pipeline.name, sequences, len(manifests), tables, parents)
 
 
-def _tables(store: Store, rule: str, pairs: str) -> Iterator[str]:
-    """The tables of these pairs. What other recipes made of the same log-probs is left to them: it may be right."""
+def _find_tables(store: Store, rule: str, pairs: str) -> Iterator[str]:
+    """Yield the tables of these pairs. Tables of other recipes with the same log-probs are kept: they may be right."""
     for name in store.fingerprints(_TABLE):
-        manifest = _manifest(store, _TABLE, name)
+        manifest = _read_manifest(store, _TABLE, name)
         if manifest is not None and manifest.details.get("rule") == rule:
             made_from = manifest.made_from.inputs.get("tokenized_pairs")
             if made_from is not None and made_from.fingerprint == pairs:
                 yield name
 
 
-def _manifest(store: Store, kind: str, name: str) -> Manifest | None:
+def _read_manifest(store: Store, kind: str, name: str) -> Manifest | None:
     with contextlib.suppress(StoreError):
         return read_manifest(store.folder(kind, name))
     return None
 
 
 def _set_aside(store: Store, kind: str, name: str) -> Path | None:
-    """Where it is now; None if another process was first."""
+    """Set an artifact aside. Return its new folder; None if another process was first."""
     with store.lock(kind, name), contextlib.suppress(FileNotFoundError):
         return store.set_aside(kind, name)
     return None

@@ -1,7 +1,7 @@
-"""Which process works on a run: a tag of the run names it, so that others can see whether it is still alive.
+"""Liveness of runs: a tag of each run names its process, so that other processes can check if it is alive.
 
-The tag names a lock file that the process holds as long as it lives. So neither reused process ids, nor clocks, reboots,
-containers or other machines matter: whoever sees the file can try the lock.
+The tag names a lock file, held by the process as long as it lives. Any process with access to the file can try the lock. So
+reused process ids, clocks, reboots, containers and other machines do not matter.
 """
 
 import functools
@@ -21,7 +21,7 @@ from training.contract.system.locks import is_held
 
 PROCESS_TAG = "pedigree/process"
 _SECONDS_UNTIL_SENT_AGAIN = 0.1
-# The states of a run that a process is working on, or was before it died.
+# The states of a run with a process at work, or with a process that died.
 BEGUN = [
     dg.DagsterRunStatus.NOT_STARTED,
     dg.DagsterRunStatus.STARTING,
@@ -31,10 +31,10 @@ BEGUN = [
 
 
 def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
-    """Tag `run` with this process, unless the command that started it has done so.
+    """Tag `run` with this process, unless the command that started it did so.
 
-    What dead processes left is closed first, as a command does before its run: else one that a schedule started would wait
-    for a slot of theirs in a pool.
+    Fail orphaned runs first, as a command does before its run. Otherwise a run started by a schedule would wait for their slots
+    in a pool.
     """
     reraise_lost_interrupts()
     note_records(instance, home)
@@ -46,10 +46,10 @@ def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
 
 @functools.cache
 def reraise_lost_interrupts() -> None:
-    """From now on send this process an interrupt again that was lost.
+    """Send lost interrupts of this process again, from now on.
 
-    A signal raises in whatever is running, and Python ignores what is raised in a callback of a weak reference, of which
-    SQLAlchemy has many: Ctrl-C, or the termination of a run, would now and then do nothing.
+    A signal raises in the code that is running. Python ignores exceptions in callbacks of weak references, and SQLAlchemy has
+    many of them. So Ctrl-C, or the termination of a run, would sometimes have no effect.
     """
     previous_hook = sys.unraisablehook
 
@@ -65,16 +65,16 @@ def reraise_lost_interrupts() -> None:
 
 
 def fail_orphaned_runs(instance: dg.DagsterInstance, home: Path) -> None:
-    """Close runs whose process is gone, as failed, and free the slots in pools of all such runs, however they ended.
+    """Mark runs with dead processes as failed, and free the pool slots of all runs with dead processes.
 
-    A killed process cannot close its run, and Dagster closes no run on its own machine. Such a run would count as started for
-    ever. Its assets would count as in progress, so no automation condition would request them. Its slot in the pool `gpu` would
-    stay taken. A person may have marked the run as canceled before it was killed.
+    A killed process cannot end its run, and Dagster does not do it for local runs. Such a run would count as started for ever.
+    Its assets would count as in progress, so automation conditions would not request them. Its slot in the pool `gpu` would
+    stay taken. Slots are freed for ended runs too: a user may have marked a run as canceled before it was killed.
     """
     for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
         if (process := process_of(begun)) is None or is_alive(process, home):
             continue
-        # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
+        # Read the run again now that its process is dead: the process may have ended it since the runs were listed.
         for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
             _close(instance, run)
     for run_id in instance.event_log_storage.get_concurrency_run_ids():
@@ -84,46 +84,46 @@ def fail_orphaned_runs(instance: dg.DagsterInstance, home: Path) -> None:
 
 
 def _close(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
-    """Mark a run whose process is gone as failed, or as canceled if a person was stopping it."""
+    """Mark a run with a dead process as failed, or as canceled if the user was stopping it."""
     if run.status == dg.DagsterRunStatus.CANCELING:
-        instance.report_run_canceled(run, "The process of this run is gone; a person was stopping it.")
+        instance.report_run_canceled(run, "The process of this run is dead; the user was stopping it.")
     else:
-        instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
+        instance.report_run_failed(run, "The process of this run is dead; it was killed or the machine went down.")
 
 
 @functools.cache
 def share_records(records: Path, run_id: str, home: Path) -> None:
-    """Make the databases in `records`, Dagster's, the group's, as the lock of this process is: that of the run is among them.
+    """Make Dagster's databases in `records`, the run's included, group-writable like the lock of this process.
 
-    At the beginning of the run, once: whoever is killed does it at no end, and whoever comes next closes the run.
-    `run_id` is for the cache alone.
+    Do it once, when the run begins: a killed process could not do it at the end, and another user's process must be able to
+    close the run. `run_id` is only for the cache.
     """
     make_group_writable(records.rglob("*.db*"), like=Path(_claim(home).lock.name))
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:
-    """The tag of a run that this process works on; it names the run too, since Dagster copies tags to a re-execution."""
+    """Return the tag of a run for this process. It names the run too, because Dagster copies tags to a re-execution."""
     return {PROCESS_TAG: f"{run_id} {this_process(home)}"}
 
 
 def process_of(run: dg.DagsterRun) -> str | None:
-    """The process that has signed this run itself."""
-    signed, _, process = run.tags.get(PROCESS_TAG, "").partition(" ")
-    return process if signed == run.run_id else None
+    """Return the process in the run's tag; None if the tag is missing or was copied from another run."""
+    run_id, _, process = run.tags.get(PROCESS_TAG, "").partition(" ")
+    return process if run_id == run.run_id else None
 
 
 def this_process(home: Path) -> str:
-    """Host and process id, for people, and the lock of this process among those at work in `home`."""
+    """Return host and process id, for display, and the lock file of this process in `home`."""
     return f"{platform.node()} {os.getpid()} {_claim(home).lock.name}"
 
 
 def is_alive(process: str, home: Path) -> bool:
-    """Whether the process that `this_process` described is alive; `home` may have been moved or copied since."""
+    """Return whether a process described by `this_process` is alive. `home` may have been moved or copied since."""
     lock = Path(process.split(" ", 2)[2])
     return is_held(lock if lock.parent.is_dir() else home / "processes" / lock.name)
 
 
 @functools.cache
 def _claim(home: Path) -> LockedFolder:
-    """Held until this process ends, when the kernel releases the lock."""
+    """Return the lock of this process. The kernel releases it when the process ends."""
     return claim_folder(home / "processes")
