@@ -1,7 +1,7 @@
-"""Launching jobs: `run_job`, on any `Launcher`.
+"""Running a job to its end with any `Launcher`.
 
-A `Launcher` starts a job somewhere and gives a `Handle`. All else passes through files in the job's folder: `run_job` follows
-`events.jsonl` while the job runs, and finds in `error.json`, or else in the log, why it failed.
+A `Launcher` starts a job and returns a `Handle`. All other information is in files of the job's folder: `run_job` follows
+`events.jsonl` during the run, and reads the cause of a failure from `error.json`, or else from the log.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from training.contract.system.atomic_io import free_bytes, write_error
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20
 _LOG_BYTES = 64 * 1024
-# An entry of the report that torchrun ends with: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
-# With several nodes each line begins with the number of its node, and lines of others may come between the two.
+# An entry of torchrun's final report: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
+# With several nodes each line begins with its node's number, and lines of other nodes may come between the two.
 _ENDED_BY_SIGNAL = re.compile(
     r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
 )
@@ -31,27 +31,29 @@ _FRAME = re.compile(r'^  File (".*", line \d+)', re.MULTILINE)
 
 
 class Handle(Protocol):
-    """A job that was started. `log`: the output of its processes."""
+    """A started job. `log`: the output of its processes."""
 
     log: Path
 
     def poll(self) -> int | None:
-        """The exit status (negative: the signal that ended the supervisor), or None while it runs."""
+        """Return the exit status (negative: the signal that ended the supervisor), or None while the job runs."""
 
     def cancel(self) -> None:
-        """End the job and return when none of its processes is left; it may have ended before."""
+        """End the job's processes and wait for them. The job may have ended before."""
 
 
 class Launcher(Protocol):
+    """Starts jobs."""
+
     def start(self, job: Job, lock: BinaryIO | None = None) -> Handle:
-        """Start the job that `job.path` describes. Its processes hold `lock` until the last of them is gone."""
+        """Start the job of `job.path`. Its processes hold `lock` until the last one ends."""
 
 
 def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
-    """Run `job` to its end, giving each of its events to `on_event` as it comes.
+    """Run `job` to its end, and pass each event to `on_event` immediately.
 
-    A job that resumes from checkpoints repeats its earlier events. Raises JobFailed with the root cause and the path of the
-    log; on any other exception, KeyboardInterrupt included, the job is cancelled before that is passed on.
+    A job that resumes from checkpoints repeats its earlier events. Raise JobFailed with the root cause and the path of the
+    log. On any other exception, including KeyboardInterrupt, cancel the job and re-raise.
     """
     write_job(job)
     follower = Follower(job.events)
@@ -59,7 +61,7 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
     try:
         status = None
         while status is None:
-            status = handle.poll()  # before reading, so that the last events are read after the end
+            status = handle.poll()  # poll first, so that the last events are read after the end
             for event in follower.new():
                 on_event(event)
             if status is None:
@@ -71,9 +73,9 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
 
 
 def write_job(job: Job) -> None:
-    """Write job.json, and remove error and events of an earlier attempt; events stay if it left checkpoints.
+    """Write job.json, and remove the error and events of an earlier attempt. Keep events if it left checkpoints.
 
-    Raises StoreError if the disk refuses it.
+    Raise StoreError if a write fails.
     """
     try:
         job.write()
@@ -85,19 +87,19 @@ def write_job(job: Job) -> None:
 
 
 def _explain(job: Job, log: Path, status: int) -> JobFailed:
-    """Return the error: the cause with its code, then the job and its log, which has the traceback if there is one."""
+    """Return the error: the cause with its code, the job, and its log with the traceback, if any."""
     failure = _read_failure(job.error)
     if failure is None:
-        text = _tail(log)
-        ending = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
+        text = _read_tail(log)
+        ending = f"the {job.kind} job failed: {_describe_ending(job, text, status)}; its log {log}"
         lines = "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])
         return JobFailed(f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{lines}")
     cause = without_code(failure.message)
     if failure.traceback:
-        places = _FRAME.findall(failure.traceback)  # none in that of an exception group
-        cause = ", in ".join([f"{failure.type}: {cause}", *places[-1:]])
+        frames = _FRAME.findall(failure.traceback)  # empty for an exception group
+        cause = ", in ".join([f"{failure.type}: {cause}", *frames[-1:]])
     rank = "" if failure.rank is None or job.nodes * job.processes == 1 else f"{_rank(job, failure.rank)} of "
-    message = f"{cause}; {rank}the {job.kind} job failed, whose log is {log}"
+    message = f"{cause}; {rank}the {job.kind} job failed; its log is {log}"
     return JobFailed(message, code_of(failure.message))
 
 
@@ -106,17 +108,17 @@ def _rank(job: Job, rank: int) -> str:
 
 
 def _read_failure(path: Path) -> Failure | None:
-    """What a rank wrote; None if nothing is there, or only a part since the rank was killed meanwhile."""
+    """Return the failure that a rank wrote; None if the file is missing, or incomplete because the rank was killed."""
     with contextlib.suppress(FileNotFoundError, ValidationError):
         return Failure.model_validate_json(path.read_bytes())
     return None
 
 
-def _ending(job: Job, log: str, status: int) -> str:
-    """How the processes ended.
+def _describe_ending(job: Job, log: str, status: int) -> str:
+    """Return how the processes ended.
 
-    torchrun ends the other ranks by SIGTERM, and by SIGKILL those that do not hear it, as in a call of NCCL. Whoever failed
-    first is the last in its report, so the last that was ended by any other signal than SIGTERM is most likely the cause.
+    torchrun ends the other ranks by SIGTERM, then by SIGKILL if they do not react, as in a call of NCCL. Its report lists the
+    first failed rank last. So the last rank ended by another signal than SIGTERM is most likely the cause.
     """
     ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
@@ -137,7 +139,7 @@ def _signal_name(number: int) -> str:
     return f"{name} (the kernel does so when memory runs out)" if number == signal.SIGKILL else name
 
 
-def _tail(log: Path) -> str:
+def _read_tail(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return file.read().decode(errors="replace")

@@ -1,8 +1,8 @@
-"""Jobs on this machine: a plain process, or torchrun with one process a rank, both below a supervisor.
+"""Jobs on this machine: a plain process, or torchrun with one process per rank, both below a supervisor.
 
-A job of one process runs without torchrun, which would cost two seconds and change nothing. Ranks find each other through
-a file in the job's folder and talk over the loopback interface only; torchrun's default, `--standalone`, lets any machine that
-reaches this one connect to its store without authentication.
+A job of one process runs without torchrun, which would only cost two seconds. Ranks meet through a file in the job's folder
+and use only the loopback interface. With torchrun's default, `--standalone`, any machine in the network could connect to the
+store without authentication.
 """
 
 import os
@@ -25,9 +25,9 @@ _QUIET = {
 _PYTHON = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONSAFEPATH": "1",  # a folder named `training` where the command was started is not ours
+    "PYTHONSAFEPATH": "1",  # do not import from a folder `training` in the working directory
 }
-# Set by another launcher, such as a scheduler in a container: only our own torchrun may make a process a rank.
+# Variables of other launchers, such as a scheduler in a container. Only our torchrun may make a process a rank.
 _FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -37,7 +37,7 @@ _LOOPBACK = {
 
 
 class LocalHandle:
-    """`rendezvous`: a folder that nobody needs once the job has ended."""
+    """A job on this machine. `rendezvous`: a folder that is deleted after the job."""
 
     def __init__(self, supervisor: "subprocess.Popen[bytes]", log: Path, rendezvous: Path):
         self._supervisor, self.log, self._rendezvous = supervisor, log, rendezvous
@@ -53,28 +53,28 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """`module` is what every process of a job runs, with the path of job.json as its argument."""
+    """Starts jobs on this machine. Each process runs `module` with the path of job.json as its argument."""
 
     def __init__(self, module: str = "training.main"):
         self._module = module
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
-        work = ["-m", self._module, str(job.path)]
-        command = [sys.executable, *work]
+        module_args = ["-m", self._module, str(job.path)]
+        command = [sys.executable, *module_args]
         if job.processes > 1:
-            command = [*torchrun(job), *_rendezvous_in(job.rendezvous), *work]
+            command = [*torchrun(job), *_rendezvous_options(job.rendezvous), *module_args]
         supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
-        ours = {**_LOOPBACK, RENDEZVOUS: str(job.rendezvous / "ranks")}
-        return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **ours}, lock)
+        network = {**_LOOPBACK, RENDEZVOUS: str(job.rendezvous / "ranks")}
+        return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **network}, lock)
 
 
 def start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
-    """Start a process that ends, with all its descendants, at the end of its standard input; all of them hold `lock`.
+    """Start a process that ends, with all its descendants, when its standard input is closed. All of them hold `lock`.
 
-    The folder of the ranks' rendezvous is made anew: files of ranks that were killed would confuse the next ones.
+    The rendezvous folder is created anew: files of killed ranks would break the next rendezvous.
     """
     shutil.rmtree(job.rendezvous, ignore_errors=True)
-    if job.rendezvous.exists():  # torchrun makes folders of 0700 there: another user of the home cannot empty them
+    if job.rendezvous.exists():  # torchrun makes folders with mode 0700: another user cannot empty them
         job.rendezvous.rename(job.folder / f"rendezvous-{secrets.token_hex(8)}")
     job.rendezvous.mkdir(parents=True)
     with open(job.log, "wb") as log:
@@ -91,29 +91,29 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
 
 
 def torchrun(job: Job) -> list[str]:
-    """The beginning of a command for the ranks of `job` here; the caller adds their rendezvous and what they run."""
+    """Return the first part of a torchrun command for `job`. The caller appends rendezvous options and the program."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.processes)),
         *("--log-dir", str(job.rendezvous), "--shutdown-timeout", str(job.grace_seconds)),
     ]
 
 
-def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
-    """The environment `given`, and what a job's processes need; a user's own OMP_... settings stay.
+def environment(inherited: Mapping[str, str], processes: int) -> dict[str, str]:
+    """Return the inherited environment with the settings of a job's processes. A user's OMP_... settings take precedence.
 
-    Idle threads sleep (PASSIVE): by default they spin, which made jobs that share a machine several times slower. Compiled code
-    is kept in the user's own folder: torch takes one in /tmp by default, whoever has made it.
+    Idle threads sleep (PASSIVE). By default they spin, and jobs on a shared machine were several times slower. The cache of
+    compiled code is in the user's folder: torch's default is a folder in /tmp that another user may own.
     """
     threads = max(1, cores() // processes)
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
-    home = given.get("HOME")
+    home = inherited.get("HOME")
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor"} if home and os.access(home, os.W_OK) else {}
-    own = {name: value for name, value in given.items() if name not in _FOREIGN}
-    return {**parallel, **compiled, **own, **_QUIET, **_PYTHON}
+    kept = {name: value for name, value in inherited.items() if name not in _FOREIGN}
+    return {**parallel, **compiled, **kept, **_QUIET, **_PYTHON}
 
 
-def _rendezvous_in(folder: Path) -> list[str]:
+def _rendezvous_options(folder: Path) -> list[str]:
     return [
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "torchrun")),
         *("--local-addr", "127.0.0.1"),

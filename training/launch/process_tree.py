@@ -1,7 +1,7 @@
-"""Leaving no process behind, on Linux: adopted orphans, and the process tree in /proc.
+"""Ending all descendant processes on Linux, with adopted orphans and the process tree of /proc.
 
-Process groups do not suffice: torchrun gives every rank a session of its own, so a signal to the group misses the ranks.
-Only descendants of the calling process are ever ended, never processes of some name.
+Process groups do not suffice: torchrun starts each rank in its own session, so a signal to the group misses the ranks. We end
+only descendants of the calling process, never processes by name.
 """
 
 import contextlib
@@ -18,43 +18,43 @@ _POLL_SECONDS = 0.02
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies."""
+    """Become the parent of each descendant after its parent dies."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def ancestors() -> list[int]:
-    """The process ids above this process, nearest first."""
-    parents, found = _parents(), [os.getppid()]
-    while found[-1] in parents:
-        found.append(parents[found[-1]])
-    return found
+    """Return the process ids above this process, nearest first."""
+    parents, pids = _parents(), [os.getppid()]
+    while pids[-1] in parents:
+        pids.append(parents[pids[-1]])
+    return pids
 
 
 def descendants() -> list[int]:
-    """The process ids below this process, in any session, zombies included."""
+    """Return the process ids below this process, in any session, including zombies."""
     children = defaultdict(list)
     for pid, parent in _parents().items():
         children[parent].append(pid)
-    found = [os.getpid()]
-    for pid in found:
-        found.extend(children[pid])
-    return found[1:]
+    pids = [os.getpid()]
+    for pid in pids:
+        pids.extend(children[pid])
+    return pids[1:]
 
 
 def end_descendants(grace: float) -> None:
-    """End all descendants and return when they are gone: SIGTERM, and SIGKILL after `grace` seconds.
+    """End all descendants and wait for them: SIGTERM first, SIGKILL after `grace` seconds.
 
-    A process that had children, such as torchrun, is killed as soon as it has none. With `adopt_orphans` nothing escapes: a
-    process that loses its parent meanwhile becomes a child of this one.
+    A process that had children, such as torchrun, is killed as soon as its last child ends. After `adopt_orphans` no process
+    escapes: an orphan becomes a child of this process.
     """
     deadline = time.monotonic() + grace
-    asked = descendants()
-    had_children = set(asked) & set(_parents().values())
-    _signal(asked, signal.SIGTERM)
-    while _reap() and (left := descendants()):
+    signalled = descendants()
+    had_children = set(signalled) & set(_parents().values())
+    _signal(signalled, signal.SIGTERM)
+    while _reap() and (remaining := descendants()):
         late = time.monotonic() > deadline
         have_children = set(_parents().values())
-        _signal([pid for pid in left if late or (pid in had_children - have_children)], signal.SIGKILL)
+        _signal([pid for pid in remaining if late or (pid in had_children - have_children)], signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 
@@ -65,7 +65,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _reap() -> bool:
-    """Reap dead children; returns whether any child is left."""
+    """Reap dead children, and return whether a child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -78,6 +78,6 @@ def _parents() -> dict[int, int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # `pid (name) state parent ...`, and the name may hold spaces and parentheses itself
+            # `pid (name) state parent ...`; the name may contain spaces and parentheses
             parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     return parents

@@ -1,14 +1,13 @@
-"""The supervisor: a process between the launcher and a job's processes that leaves none of them behind.
+"""The supervisor: a process between the launcher and a job's processes. It ends all of them.
 
     launcher ──pipe──> supervisor ──> torchrun ──> ranks
 
-* The launcher dies or cancels: the pipe on standard input is closed; the supervisor ends all its descendants, SIGTERM first.
-* The command ends, killed or not: the supervisor ends what is left of its descendants, and exits with its status (128 + n for
-  signal n).
-* The supervisor itself is killed: parent-death signals end the command, and then each rank.
+* The launcher dies or cancels: the pipe on standard input is closed. The supervisor ends all its descendants, SIGTERM first.
+* The command ends: the supervisor ends the remaining descendants, and exits with the command's status (128 + n for signal n).
+* The supervisor is killed: parent-death signals end the command, and then each rank.
 
-It inherits the open file of the key's lock, and so does the command: the lock is free when the last of them is gone. It runs
-in a session of its own, so Ctrl-C in a terminal reaches only the launcher, which then cancels.
+Supervisor and command inherit the open file of the key's lock: the lock is free when the last of them ends. The supervisor
+runs in its own session, so Ctrl-C in a terminal reaches only the launcher. The launcher then cancels.
 """
 
 import os
@@ -29,9 +28,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def supervise(grace: float, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` and return its exit status; CANCELLED if standard input is closed, or the launcher ends, first.
+    """Run `command` and return its exit status, or CANCELLED if standard input is closed or the launcher ends first.
 
-    Processes that are left then have `grace` seconds between SIGTERM and SIGKILL.
+    Remaining processes get `grace` seconds between SIGTERM and SIGKILL.
     """
     launcher, supervisor = os.getppid(), os.getpid()
 
@@ -44,9 +43,9 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
     adopt_orphans()
     try:
         environment = {**environment, SUPERVISOR: str(supervisor)}
-        # A signal waits while a process is forked: what its handler raises in a hook of fork, such as logging's, is lost.
+        # Block signals during the fork: an exception of a handler in a fork hook, such as logging's, would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # The lock is the one open file that can be inherited, and it has to be.
+        # The lock is the only inheritable open file, and must be inherited.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, close_fds=False, preexec_fn=bind)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         return _wait(child, launcher)
@@ -57,7 +56,7 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
 
 def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
     ended = os.pidfd_open(child.pid)
-    # A process that the launcher forked may keep the pipe open after the launcher's death, so that is checked too.
+    # Check the parent too: another process forked by the launcher may keep the pipe open after the launcher's death.
     while os.getppid() == launcher:
         ready, _, _ = select.select([sys.stdin, ended], [], [], _LOOK_SECONDS)
         if ended in ready:
@@ -74,14 +73,14 @@ def ignore_signals() -> None:
 
 
 def restore_signals() -> None:
-    """Handle signals that a shell ignores or blocks in a background job; the command starts with the defaults."""
+    """Handle signals that a shell ignores or blocks in a background job. The command starts with the defaults."""
     for number in _SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_on_signal)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _leave(number: int, _: FrameType | None) -> None:
-    ignore_signals()  # a second signal must not interrupt what the first one begins
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
+    ignore_signals()  # a second signal must not interrupt the shutdown
     sys.exit(128 + number)
 
 
