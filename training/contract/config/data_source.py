@@ -1,4 +1,4 @@
-"""A source of preference pairs, as a recipe names it: where its files are, and how their rows are read."""
+"""A source of preference pairs in a recipe: its files, and how to read their rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +11,7 @@ Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "messages", "ms_swift",
     "comparison",
 ]  # fmt: skip
-# The fields of a row that formats read, those that they refuse included; a test holds the list to what they do.
+# The fields of rows known to formats, including unsupported ones; a test compares this list with the formats.
 FieldName = Literal[
     "prompt", "question", "instruction", "input", "history", "system", "conversations",
     "chosen", "rejected", "preferred_output", "non_preferred_output",
@@ -22,7 +22,7 @@ FieldName = Literal[
     "tools", "chat_template_kwargs", "functions", "image", "images", "video", "videos", "audio", "audios",
 ]  # fmt: skip
 
-# The names of settings that hold a list, and the field of a source that each lists; those of `_FIRST` are always there.
+# The settings with a list over all sources, and the field in each list. The settings of `_FIRST` are always present.
 SOURCE_LISTS = {
     "formats": "format",
     "columns": "columns",
@@ -35,12 +35,11 @@ _FIRST = ("formats", "held_out")
 
 
 class DataSource(ConfigSection):
-    """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
+    """A source of preference pairs: local files (a file, a glob or a folder) or a data set of the Hub.
 
-    `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none.
-    `roles` says which of our roles each of the data's own roles stands for. If the source is `held_out`, its prompts are in the
-    validation split, wherever else they occur. `fraction` is the share of its prompts that is used. Held-out pairs of sources
-    with the same `name` get metrics of their own.
+    `columns` maps a format's field to a column of the data, or to null if the data lacks it. `roles` maps the data's roles to
+    the roles of this project. All prompts of a `held_out` source are in the validation split, even if they also occur in other
+    sources. `fraction` is the used share of prompts. Held-out pairs of sources with the same `name` get separate metrics.
     """
 
     path: Text | None = None
@@ -56,7 +55,7 @@ class DataSource(ConfigSection):
     fraction: Annotated[Positive, Field(le=1)] = 1.0
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _check_one_origin(self) -> Self:
         if (self.path is None) == (self.hub is None):
             raise ValueError("give exactly one of `path` (local files) and `hub` (a data set's id)")
         if self.hub is not None and self.split is None:
@@ -67,19 +66,23 @@ class DataSource(ConfigSection):
 
 
 def settings_of_sources(sources: Sequence[DataSource]) -> dict[str, Any]:
-    """How the rows of `sources` are read: for each field a list.
+    """Return the settings for reading the rows of `sources`: for each field a list.
 
-    Without lists that ask for nothing, of fields that came later: such data keeps its key.
+    Lists of defaults are left out, except `_FIRST`: so data keeps its key when this project adds a field.
     """
     lists = {name: [getattr(source, field) for source in sources] for name, field in SOURCE_LISTS.items()}
-    return {name: found for name, found in lists.items() if name in _FIRST or any(v != _default(name) for v in found)}
+    return {
+        name: values
+        for name, values in lists.items()
+        if name in _FIRST or any(value != _default(name) for value in values)
+    }
 
 
 def settings_by_source(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fields of each source, from lists that `settings_of_sources` made."""
+    """Return the fields of each source from the lists of `settings_of_sources`."""
     return [
-        {field: settings[name][n] if name in settings else _default(name) for name, field in SOURCE_LISTS.items()}
-        for n in range(len(settings["formats"]))
+        {field: settings[name][index] if name in settings else _default(name) for name, field in SOURCE_LISTS.items()}
+        for index in range(len(settings["formats"]))
     ]
 
 

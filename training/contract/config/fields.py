@@ -37,47 +37,47 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 
 
 def shown(value: Any) -> str:
-    """A value as a person who wrote YAML knows it, in an error: not too long, and a boolean with what else it may have been."""
+    """Return a value as YAML, for an error: shortened, and a boolean with its other spellings."""
     if isinstance(value, bool):
         return f"{str(value).lower()} (YAML also reads yes, no, on and off as booleans)"
     text = "null" if value is None else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
-def _text(given: str) -> str:
-    """An empty path would be the folder that the process works in."""
-    if not given.strip():
-        raise ValueError(f"expected text, found {given!r}; leave the field out, or give it a value")
-    return given
+def _check_not_empty(value: str) -> str:
+    """Raise ValueError for an empty text: as a path it would be the working directory."""
+    if not value.strip():
+        raise ValueError(f"expected text, found {value!r}; leave the field out, or give it a value")
+    return value
 
 
 @dataclass(frozen=True)
 class NamePattern:
-    """How a name may be spelled: as `pattern`, which `words` tell a person, who would read the pattern itself otherwise."""
+    """The allowed characters of a name, as a regular `pattern` and as a readable `description` for errors."""
 
     pattern: str
-    words: str
+    description: str
 
-    def _spelled(self, given: str) -> str:
-        if not re.fullmatch(self.pattern, given):
-            raise ValueError(f"expected {self.words}, found {given!r}")
-        return given
+    def _check_name(self, value: str) -> str:
+        if not re.fullmatch(self.pattern, value):
+            raise ValueError(f"expected {self.description}, found {value!r}")
+        return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._spelled, handler(source))
+        return no_info_after_validator_function(self._check_name, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "pattern": f"^{self.pattern}$"}
 
 
-Text = Annotated[str, AfterValidator(_text)]
+Text = Annotated[str, AfterValidator(_check_not_empty)]
 Name = Annotated[
     str,
     NamePattern(
         r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and not dots alone"
     ),
 ]
-# Part of the names of metrics, which MLflow takes for paths, of 250 characters at most.
+# Part of metric names. MLflow treats these as paths, and allows 250 characters.
 SourceName = Annotated[
     str,
     StringConstraints(max_length=100),
@@ -85,46 +85,46 @@ SourceName = Annotated[
 ]
 
 
-def _misread(given: bool, expected: str) -> ValueError:
-    """pydantic accepts true as 1; and whoever wrote yes or on may have meant that word."""
-    return ValueError(f"expected {expected}, found {shown(given)}")
+def _boolean_error(value: bool, expected: str) -> ValueError:
+    """Return the error for a boolean: pydantic would accept true as 1, and the user may have meant the text yes or on."""
+    return ValueError(f"expected {expected}, found {shown(value)}")
 
 
-def _quoted(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise _misread(given, "text, in quotes")
-    return given
+def _check_text(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise _boolean_error(value, "text, in quotes")
+    return value
 
 
-# The name of a column, which may be any.
-Column = Annotated[str, BeforeValidator(_quoted)]
-# Who a message is from.
+# The name of a column, any text.
+Column = Annotated[str, BeforeValidator(_check_text)]
+# The sender of a message.
 Role = Literal["system", "user", "assistant", "tool", "developer"]
-# What somebody's data calls a role, which may be any text.
-TheirRole = Annotated[str, BeforeValidator(_quoted)]
+# The name of a role in the user's data, any text.
+TheirRole = Annotated[str, BeforeValidator(_check_text)]
 
 
-def _number(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise _misread(given, "a number")
-    return given
+def _check_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise _boolean_error(value, "a number")
+    return value
 
 
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1), WithJsonSchema(NUMERIC)]
+Share = Annotated[float, BeforeValidator(_check_number), Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
+Fraction = Annotated[float, BeforeValidator(_check_number), Field(ge=0, lt=1), WithJsonSchema(NUMERIC)]
 
 
-def _date(given: Any) -> datetime.date:
-    """pydantic also takes a number for a date, as seconds since 1970."""
-    if isinstance(given, bool):
-        raise _misread(given, "a date")
+def _parse_date(value: Any) -> datetime.date:
+    """Parse a date. pydantic alone would also accept a number, as seconds since 1970."""
+    if isinstance(value, bool):
+        raise _boolean_error(value, "a date")
     try:
-        return given if type(given) is datetime.date else datetime.date.fromisoformat(given)
+        return value if type(value) is datetime.date else datetime.date.fromisoformat(value)
     except (TypeError, ValueError):
-        raise ValueError(f"expected a date such as 2026-11-22, found {given}") from None
+        raise ValueError(f"expected a date such as 2026-11-22, found {value}") from None
 
 
-Date = Annotated[datetime.date, BeforeValidator(_date)]
+Date = Annotated[datetime.date, BeforeValidator(_parse_date)]
 
 
 class StrictModel(BaseModel):
@@ -132,18 +132,17 @@ class StrictModel(BaseModel):
 
 
 class ConfigSection(StrictModel):
-    """A part of what a person writes, in YAML."""
+    """A section of the recipe, written in YAML."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_not_boolean(cls, given: Any, info: ValidationInfo) -> Any:
+    def _check_not_boolean(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        kind: Any = cls.model_fields[info.field_name].annotation
-        if isinstance(given, bool) and kind is not bool:
-            kinds = {int: "a number", float: "a number", str: "text, in quotes"}
-            alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-            # Of an Annotated, the type that it is about.
-            possible = [getattr(part, "__origin__", part) for part in alternatives]
-            if expected := next((words for k, words in kinds.items() if k in possible), None):
-                raise _misread(given, expected)
-        return given  # other types refuse it themselves
+        annotation: Any = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and annotation is not bool:
+            names = {int: "a number", float: "a number", str: "text, in quotes"}
+            alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+            possible = [getattr(part, "__origin__", part) for part in alternatives]  # unwrap Annotated
+            if expected := next((name for type_, name in names.items() if type_ in possible), None):
+                raise _boolean_error(value, expected)
+        return value  # pydantic rejects it for other types

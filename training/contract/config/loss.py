@@ -1,8 +1,7 @@
-"""Which preference loss is minimized: the settings of `training.loss`, and what each type of loss needs.
+"""The settings of `training.loss`, and the traits of each type of loss.
 
-A type has settings of its own besides `beta`; one that it does not use is refused, and is neither shown nor part of any
-fingerprint. What a type needs is stated here once, in its `LossTraits`: other code asks for a trait and never compares the
-name of a type. The formulas are in training/losses.
+Besides `beta`, each type has its own settings. A setting of another type is an error, and is not part of any fingerprint. Other
+code reads `LossTraits` and never compares names of types. The formulas are in training/losses.
 """
 
 from collections.abc import Callable
@@ -17,16 +16,16 @@ from training.contract.config.fields import NUMERIC, ConfigSection, NonNegative,
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What a type of loss needs and allows.
+    """The needs of a type of loss.
 
-    own_settings        names of settings that it uses, besides `beta`
-    needs_reference     it is a function of log-ratios, policy over reference
-    averages_tokens     it divides by the number of tokens of a response
+    own_settings        names of its settings, besides `beta`
+    needs_reference     a function of log-ratios, policy over reference
+    averages_tokens     divides by the number of tokens of a response
     couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
-    matches_pairs       namely by comparing responses of different pairs
-    keeps_state         it depends on earlier batches too
-    compares_scores     it is a function of the difference of two scores; f-divergences are defined for these only
-    compares_responses  it needs a chosen and a rejected response; else it can only be a term of a mixture
+    matches_pairs       couples pairs by comparing responses of different pairs
+    keeps_state         also depends on earlier batches
+    compares_scores     a function of the difference of two scores; f-divergences need this
+    compares_responses  needs a chosen and a rejected response; without this, only a term of a mixture
     """
 
     own_settings: tuple[str, ...] = ()
@@ -73,11 +72,11 @@ class LossType(StrEnum):
     MIXTURE = "mixture", LossTraits(("of",))
 
 
-_OWN = {name for kind in LossType for name in kind.traits.own_settings}  # the fields below that only some types use
+_OWN = {name for kind in LossType for name in kind.traits.own_settings}  # fields below used by some types only
 
 
 class TypedLoss(ConfigSection):
-    """A type with its own settings; settings of other types are refused when given and left out when written."""
+    """A type with its settings. A setting of another type is an error in a recipe, and is left out of the output."""
 
     type: LossType
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(NUMERIC)] = 0.0
@@ -85,45 +84,43 @@ class TypedLoss(ConfigSection):
     tau: Positive = 0.05
 
     @model_validator(mode="after")
-    def _uses_what_is_given(self) -> Self:
+    def _check_settings_of_type(self) -> Self:
         for name in sorted(self.model_fields_set & _OWN - set(self.type.traits.own_settings)):
             users = ", ".join(kind for kind in LossType if name in kind.traits.own_settings)
-            raise ValueError(
-                f"`{name}` does nothing in a loss of type {self.type}; it belongs to {users}: leave it out"
-            )
+            raise ValueError(f"`{name}` does nothing in a loss of type {self.type}; it belongs to {users}: remove it")
         if self.type is LossType.EXO_PAIR and self.label_smoothing == 0:
-            raise ValueError("exo_pair takes the logarithm of `label_smoothing`; give a small one, for example 1e-3")
+            raise ValueError("exo_pair takes the logarithm of `label_smoothing`; set a small one, for example 1e-3")
         return self
 
     @model_serializer(mode="wrap")
-    def _written(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+    def _drop_settings_of_other_types(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         unused = _OWN - set(self.type.traits.own_settings)
         return {name: value for name, value in write(self).items() if name not in unused}
 
 
 class LossTerm(TypedLoss):
-    """A term of a mixture: its loss, times `weight`. Beta is the mixture's."""
+    """A term of a mixture: its loss, times `weight`. Its beta is the mixture's."""
 
     weight: Positive = 1.0
 
     @model_validator(mode="after")
-    def _is_simple(self) -> Self:
+    def _check_simple(self) -> Self:
         if self.type is LossType.MIXTURE:
-            raise ValueError("a mixture is made of losses, not of mixtures: list its parts instead")
+            raise ValueError("a mixture consists of losses, not of mixtures: list its parts instead")
         return self
 
 
 class Divergence(ConfigSection):
-    """The f-divergence that keeps the policy near the reference, instead of the reverse KL of DPO (Wang et al. 2023).
+    """The f-divergence between policy and reference model, instead of the reverse KL of DPO (Wang et al. 2023).
 
-    `alpha`, of the alpha-divergence only, lies between 0 (forward KL) and 1 (reverse KL).
+    `alpha`, for the alpha-divergence only, is between 0 (forward KL) and 1 (reverse KL).
     """
 
     type: Literal["reverse_kl", "forward_kl", "js", "alpha"]
     alpha: Annotated[float, Field(gt=0, lt=1), WithJsonSchema(NUMERIC)] | None = None
 
     @model_validator(mode="after")
-    def _alpha_for_alpha(self) -> Self:
+    def _check_alpha(self) -> Self:
         if self.type == "alpha" and self.alpha is None:
             raise ValueError("`type: alpha` needs `alpha`, a number between 0 and 1")
         if self.type != "alpha" and self.alpha is not None:
@@ -132,9 +129,9 @@ class Divergence(ConfigSection):
 
 
 class Loss(TypedLoss):
-    """One loss, or with `type: mixture` the weighted sum of those in `of`.
+    """One loss, or with `type: mixture` the weighted sum of the losses in `of`.
 
-    `ld_alpha`, `weighting` and `divergence` are off by default, and hold for all preference losses of a mixture.
+    `ld_alpha`, `weighting` and `divergence` are off by default, and apply to all preference losses of a mixture.
     """
 
     type: LossType = LossType.SIGMOID
@@ -146,11 +143,11 @@ class Loss(TypedLoss):
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:
-        """The terms of the sum; a simple loss is its own only term."""
+        """The terms of the sum; a simple loss has one term."""
         if self.type is LossType.MIXTURE:
             return self.of
-        own = {name: getattr(self, name) for name in self.type.traits.own_settings}
-        return (LossTerm.model_validate({"type": self.type, **own}),)
+        settings = {name: getattr(self, name) for name in self.type.traits.own_settings}
+        return (LossTerm.model_validate({"type": self.type, **settings}),)
 
     @property
     def needs_reference(self) -> bool:
@@ -170,41 +167,42 @@ class Loss(TypedLoss):
 
     @property
     def needs_token_logprobs(self) -> bool:
-        """Whether sums over responses are not enough: log-probs of single tokens are needed, the reference's too."""
+        """Whether the loss needs log-probs of single tokens, also of the reference model, not only sums over responses."""
         return self.ld_alpha is not None
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether a pair's loss depends on the other pairs of its batch: on their log-probs, or on their numbers of tokens."""
-        return any(t.type.traits.couples_pairs or not t.type.traits.compares_responses for t in self.terms)
+        """Whether a pair's loss depends on other pairs of its batch: on their log-probs, or their numbers of tokens."""
+        return any(term.type.traits.couples_pairs or not term.type.traits.compares_responses for term in self.terms)
 
     def settings(self) -> dict[str, Any]:
-        """For a fingerprint: options that are off are left out, so a new option does not change those of older recipes."""
+        """Return the settings for a fingerprint, without unused options: so a new option does not change fingerprints."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def _check_terms_and_options(self) -> Self:
         kinds = [term.type for term in self.terms]
         preferences = [kind for kind in kinds if kind.traits.compares_responses]
         if not kinds:
-            raise ValueError("`of` lists no losses: a mixture is made of some, `of: [{type: sigmoid}, {type: hinge}]`")
+            raise ValueError("`of` is empty: a mixture needs losses, `of: [{type: sigmoid}, {type: hinge}]`")
         if not preferences:
             raise ValueError(
-                "no preference loss is named: `sft` is a term of a mixture, `{type: mixture, of: [{type: sigmoid}, "
+                "a preference loss is missing: `sft` is a term of a mixture, `{type: mixture, of: [{type: sigmoid}, "
                 "{type: sft, weight: 0.5}]}`; to tune on chosen responses first, use `reference.sft`"
             )
         if len(set(kinds)) < len(kinds):
             raise ValueError(
-                f"a type appears twice in the mixture of {', '.join(kinds)}: merge them, adding up their weights"
+                f"a type appears twice in the mixture of {', '.join(kinds)}: merge the terms and add their weights"
             )
-        unlike = [kind for kind in preferences if not kind.traits.compares_scores]
+        not_differences = [kind for kind in preferences if not kind.traits.compares_scores]
         matching = [kind for kind in kinds if kind.traits.matches_pairs]
         averaging = [kind for kind in kinds if kind.traits.averages_tokens]
-        self._refuse("divergence", "is defined for functions of a difference of scores", unlike)
-        self._refuse("weighting", "weights whole pairs, and this loss compares responses of different pairs", matching)
-        self._refuse("ld_alpha", "takes length out of sums, and this loss divides by the length", averaging)
+        self._check_option("divergence", "needs a function of a difference of scores", not_differences)
+        self._check_option("weighting", "weights whole pairs, and this loss compares responses across pairs", matching)
+        self._check_option("ld_alpha", "takes length out of sums, and this loss divides by the length", averaging)
         return self
 
-    def _refuse(self, option: str, reason: str, kinds: list[LossType]) -> None:
+    def _check_option(self, option: str, reason: str, kinds: list[LossType]) -> None:
+        """Raise ValueError if the option is set and `kinds` do not allow it."""
         if getattr(self, option) is not None and kinds:
             raise ValueError(f"`{option}` {reason}: it cannot be used with {', '.join(kinds)}")

@@ -1,4 +1,4 @@
-"""The recipe's settings of the optimizer and of its learning rate; `training.optim.optimizer` builds them."""
+"""The recipe's settings of the optimizer and the learning rate schedule; `training.optim.optimizer` builds both."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,14 +7,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from training.contract.config.fields import TWO_NUMBERS, ConfigSection, Fraction, NonNegative, Positive, shown
 
 
-def _refuse(given: Any, foreign: set[str], why: str) -> Any:
-    if isinstance(given, dict) and (found := foreign & given.keys()):
-        raise ValueError(f"`{min(found)}` {why}")
-    return given
+def _check_fields(section: Any, foreign: set[str], reason: str) -> Any:
+    """Raise ValueError if the section has `foreign` fields, which belong to another optimizer."""
+    if isinstance(section, dict) and (wrong := foreign & section.keys()):
+        raise ValueError(f"`{min(wrong)}` {reason}")
+    return section
 
 
 class AdamW(ConfigSection):
-    """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
+    """Adaptive moments with decoupled weight decay (Loshchilov and Hutter 2019), for every parameter."""
 
     type: Literal["adamw"] = "adamw"
     learning_rate: Positive = 5e-7
@@ -24,15 +25,16 @@ class AdamW(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_muon(cls, given: Any) -> Any:
-        return _refuse(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
+    def _check_no_muon(cls, section: Any) -> Any:
+        foreign = {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}
+        return _check_fields(section, foreign, "belongs to `type: muon`")
 
 
 class Muon(ConfigSection):
-    """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all the rest.
+    """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all other parameters.
 
-    `adjust_lr: match_rms_adamw` scales an update to the size AdamW's has, so both take the same learning rate (Liu et al.
-    2025); `original` scales it by the root of rows / columns, where a matrix has more rows than columns.
+    `adjust_lr: match_rms_adamw` scales an update to the size of AdamW's, so both use the same learning rate (Liu et al. 2025).
+    `original` scales it by sqrt(rows / columns) if a matrix has more rows than columns.
     """
 
     type: Literal["muon"]
@@ -46,33 +48,33 @@ class Muon(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_adamw(cls, given: Any) -> Any:
-        return _refuse(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
+    def _check_no_adamw(cls, section: Any) -> Any:
+        return _check_fields(section, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
 
 
-def _by_type(given: Any) -> Any:
-    """A section of the class that its `type` names; AdamW where it names none.
+def _select_by_type(section: Any) -> Any:
+    """Validate a section as the class of its `type`, by default AdamW.
 
-    Not pydantic's tagged union: it puts the tag into the path of an error, which is then not a path in the file.
+    pydantic's tagged union would put the tag into the path of an error, which then is not a path in the file.
     """
-    if isinstance(given, AdamW | Muon):
-        return given
-    if not isinstance(given, dict):
+    if isinstance(section, AdamW | Muon):
+        return section
+    if not isinstance(section, dict):
         raise ValueError(
-            f"expected a section, for example `{{type: adamw, learning_rate: 5e-7}}`, found {shown(given)}"
+            f"expected a section, for example `{{type: adamw, learning_rate: 5e-7}}`, found {shown(section)}"
         )
     kinds: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
-    kind = kinds.get(str(given.get("type", "adamw")))
+    kind = kinds.get(str(section.get("type", "adamw")))
     if kind is None:
-        raise ValueError(f"no optimizer is called {shown(given['type'])}; expected one of {', '.join(kinds)}")
-    return kind.model_validate(given)
+        raise ValueError(f"unknown optimizer {shown(section['type'])}; expected one of {', '.join(kinds)}")
+    return kind.model_validate(section)
 
 
-Optimizer = Annotated[AdamW | Muon, BeforeValidator(_by_type)]
+Optimizer = Annotated[AdamW | Muon, BeforeValidator(_select_by_type)]
 
 
 class Schedule(ConfigSection):
-    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
+    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or a constant rate."""
 
     type: Literal["linear", "cosine", "constant"] = "linear"
     warmup_ratio: Fraction = 0.1

@@ -1,8 +1,8 @@
-"""The recipe: everything a person decides, in one frozen model that knows nothing of Dagster.
+"""The recipe: all decisions of the user, in one frozen model without Dagster.
 
-A person writes some fields; the others have the defaults below. Fields are grouped by the artifact they change, and a group's
-fingerprint is part of that artifact's key. `automation` and `compute` change no result and are in no fingerprint; neither
-are paths, since only the bytes of their files count.
+Fields missing in the file have the defaults below. Each section belongs to one artifact, and its fingerprint is part of the
+artifact's key. `automation`, `compute` and paths do not change a result, so they are not in any fingerprint: only the bytes of
+files count.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ from training.contract.config.optimizer import AdamW, Optimizer, Schedule
 from training.contract.errors import RecipeError
 
 Dtype = Literal["float32", "bfloat16"]
-# What every chat template gets without being asked for it, and arguments of the function that renders it.
+# Variables of every chat template, and arguments of the rendering function.
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now", "self", "conversations"}
 RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
@@ -48,9 +48,9 @@ class Data(ConfigSection):
         return any(source.name is not None for source in self.sources)
 
     @model_validator(mode="after")
-    def _something_to_train_on(self) -> Self:
+    def _check_training_data(self) -> Self:
         if all(source.held_out for source in self.sources):
-            raise ValueError("all of `sources` are `held_out`, so there is nothing to train on; add one that is not")
+            raise ValueError("all of `sources` are `held_out`, so there is nothing to train on; add another source")
         return self
 
 
@@ -65,20 +65,22 @@ class Tokenization(ConfigSection):
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
 
     @model_validator(mode="after")
-    def _revision_of_something(self) -> Self:
+    def _check_revision(self) -> Self:
         if self.revision is not None and self.tokenizer is None:
-            raise ValueError("`revision` belongs to `tokenizer`, a hub id; that of the model is `reference.revision`")
+            raise ValueError("`revision` belongs to `tokenizer`, a hub id; the model has `reference.revision`")
         return self
 
     @model_validator(mode="after")
-    def _arguments_of_its_own(self) -> Self:
-        if taken := sorted(self.template_kwargs.keys() & RESERVED):
-            raise ValueError(f"`template_kwargs` has {', '.join(taken)}, which the template is given anyway; remove it")
+    def _check_template_kwargs(self) -> Self:
+        if reserved := sorted(self.template_kwargs.keys() & RESERVED):
+            raise ValueError(
+                f"`template_kwargs` has {', '.join(reserved)}, but every template gets it anyway; remove it"
+            )
         return self
 
 
 class SupervisedTuning(ConfigSection):
-    """Supervised fine-tuning on the chosen responses, which makes the reference model from the base model."""
+    """Supervised fine-tuning of the base model on the chosen responses; the result is the reference model."""
 
     epochs: Count = 1
     batch_size: Count = 32
@@ -101,7 +103,7 @@ class Reference(ConfigSection):
 class Adapter(ConfigSection):
     """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
 
-    The names are those of peft's LoraConfig without `lora_`; a target is the end of the dotted name of a linear layer.
+    Names follow peft's LoraConfig, without `lora_`. A target is the end of a linear layer's dotted name.
     """
 
     type: Literal["lora"] = "lora"
@@ -113,7 +115,7 @@ class Adapter(ConfigSection):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the policy is written as one plain model; else as the adapter alone, which needs its base."""
+        """Whether the policy is written as a full model, not as an adapter without its base."""
         return self.export == "merged"
 
 
@@ -135,29 +137,29 @@ class Training(ConfigSection):
     seed: Seed = 0
 
     @model_validator(mode="after")
-    def _float8_of_bfloat16(self) -> Self:
+    def _check_float8(self) -> Self:
         if self.head_precision == "float8" and self.precision != "bfloat16":
             raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
         if self.head_precision == "float8" and self.loss.couples_pairs:
             coupling = [term.type for term in self.loss.terms if term.type.traits.couples_pairs]
             raise ValueError(
-                f"`head_precision: float8` with a loss of type {', '.join(coupling)}, which would compare a pair's log-probs, "
-                f"with the errors of 8 bits, with exact ones of other pairs; use `head_precision: exact`"
+                f"`head_precision: float8` with a loss of type {', '.join(coupling)}: this loss would compare a pair's 8-bit "
+                f"log-probs with exact log-probs of other pairs; use `head_precision: exact`"
             )
         return self
 
     @model_validator(mode="after")
-    def _adapter_on_the_reference(self) -> Self:
+    def _check_adapter_base(self) -> Self:
         if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
             raise ValueError(
-                "`start_from: champion` with `adapter.export: adapter`: such a policy is evaluated as an adapter on the "
+                "`start_from: champion` with `adapter.export: adapter`: the evaluation would put the adapter on the "
                 "reference model, but it was trained on the champion; use `adapter.export: merged`"
             )
         return self
 
 
 class TrainingSpec(Training):
-    """The section as the spec freezes it: with the fingerprint of the champion to start from, where there is one."""
+    """The frozen section in the spec, with the fingerprint of the champion if training starts from it."""
 
     champion: str | None = None
 
@@ -168,9 +170,9 @@ class Evaluation(ConfigSection):
 
 
 class Gate(ConfigSection):
-    """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error.
+    """The gate: a candidate's held-out loss must beat the champion's by more than one standard error.
 
-    Its held-out accuracy is at least `min_accuracy`, and that of sources with a name at least what `min_accuracy_of` says.
+    Its held-out accuracy must be at least `min_accuracy`. `min_accuracy_of` sets a minimum for sources by name.
     """
 
     type: Literal["ladder"] = "ladder"
@@ -179,9 +181,9 @@ class Gate(ConfigSection):
 
 
 class Generation(ConfigSection):
-    """How the released model answers if a request does not say: greedily, or at a `temperature` above 0 by lot.
+    """The default generation settings of the released model, also for the evaluation's samples.
 
-    The names are those of transformers; `top_k: 0` and `top_p: 1` leave no token out. The evaluation's samples are made so.
+    Decoding is greedy at `temperature: 0`, else sampled. Names follow transformers; `top_k: 0` and `top_p: 1` allow all tokens.
     """
 
     temperature: NonNegative = 0.0
@@ -190,16 +192,16 @@ class Generation(ConfigSection):
     repetition_penalty: Positive = 1.0
 
     @model_validator(mode="after")
-    def _lot_to_draw(self) -> Self:
+    def _check_sampling(self) -> Self:
         if not self.temperature and (self.top_p, self.top_k) != (1.0, 0):
             raise ValueError(
-                "`top_p` and `top_k` say which tokens are drawn, and at `temperature: 0` none is; raise it"
+                "`top_p` and `top_k` limit sampling, but `temperature: 0` decodes greedily; raise the temperature"
             )
         return self
 
 
 class Release(ConfigSection):
-    """`eos_tokens`: tokens at which the released model stops too, beside those of its base model's files."""
+    """The released model. `eos_tokens` are stop tokens in addition to the base model's."""
 
     model_name: Name
     eos_tokens: tuple[Text, ...] = ()
@@ -208,7 +210,7 @@ class Release(ConfigSection):
 
 
 class Compute(ConfigSection):
-    """How the work is run; none of it changes a result."""
+    """How to run jobs, without an effect on results."""
 
     processes_per_node: Count = 1
     nodes: Count = 1
@@ -239,56 +241,63 @@ class Recipe(ConfigSection):
     automation: Automation = Automation()
 
     @model_validator(mode="after")
-    def _no_loop(self) -> Self:
-        own = f"models:/{self.release.model_name}@"
-        if self.automation.on_change and self.reference.model.startswith(own):
+    def _check_no_loop(self) -> Self:
+        released = f"models:/{self.release.model_name}@"
+        if self.automation.on_change and self.reference.model.startswith(released):
             raise ValueError(
-                f"`reference.model: {self.reference.model}` is what this recipe releases, so every promotion would start "
-                "another run; set `automation.on_change: false` and let a `cron` decide"
+                f"`reference.model: {self.reference.model}` is the model of this recipe's release, so every promotion would "
+                "start another run; set `automation.on_change: false` and use a `cron`"
             )
         if self.automation.on_change and self.training.start_from == "champion":
             raise ValueError(
-                "`training.start_from: champion` starts from what this recipe releases, so every promotion would start "
-                "another run; set `automation.on_change: false` and let a `cron` decide"
+                "`training.start_from: champion` starts from the model of this recipe's release, so every promotion would "
+                "start another run; set `automation.on_change: false` and use a `cron`"
             )
         return self
 
     @model_validator(mode="after")
-    def _floors_of_what_is_held_out(self) -> Self:
-        tested = {s.name for s in self.data.sources if s.name and (s.held_out or self.data.validation_fraction)}
+    def _check_min_accuracy_of(self) -> Self:
+        tested = {
+            source.name
+            for source in self.data.sources
+            if source.name and (source.held_out or self.data.validation_fraction)
+        }
         if untested := sorted(self.release.gate.min_accuracy_of.keys() - tested):
             raise ValueError(
-                f"`release.gate.min_accuracy_of` has {', '.join(untested)}, but no source of such a `name` has held-out pairs "
-                f"(those that have: {', '.join(sorted(tested)) or 'none'}); name one so and hold it out, or remove the floor"
+                f"`release.gate.min_accuracy_of` has {', '.join(untested)}, but sources of this `name` lack held-out pairs "
+                f"(names with held-out pairs: {', '.join(sorted(tested)) or 'none'}); name a source so and hold it out, or "
+                "remove the minimum"
             )
         return self
 
     def located_at(self, folder: Path) -> "Recipe":
-        """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own.
+        """Return the recipe with absolute local paths; relative ones start at `folder`, the recipe's folder.
 
-        Raises RecipeError where a name could mean a folder as well as a repository of the hub.
+        Raises RecipeError if a name may mean a folder or a repository of the Hub.
         """
         sources = tuple(
-            source.model_copy(update={"path": _absolute(source.path, folder)}) if source.path is not None else source
+            source.model_copy(update={"path": _resolve_path(source.path, folder)})
+            if source.path is not None
+            else source
             for source in self.data.sources
         )
         tokenization = {
-            "tokenizer": _located(self.tokenization.tokenizer, self.tokenization.revision, folder),
-            "chat_template": self.tokenization.chat_template and _absolute(self.tokenization.chat_template, folder),
+            "tokenizer": _resolve_model(self.tokenization.tokenizer, self.tokenization.revision, folder),
+            "chat_template": self.tokenization.chat_template and _resolve_path(self.tokenization.chat_template, folder),
         }
         return self.model_copy(
             update={
                 "data": self.data.model_copy(update={"sources": sources}),
                 "tokenization": self.tokenization.model_copy(update=tokenization),
                 "reference": self.reference.model_copy(
-                    update={"model": _located(self.reference.model, self.reference.revision, folder)}
+                    update={"model": _resolve_model(self.reference.model, self.reference.revision, folder)}
                 ),
             }
         )
 
 
-def _located(model: str | None, revision: str | None, folder: Path) -> str | None:
-    """A local folder as an absolute path; a hub id or a `models:/` address as it is."""
+def _resolve_model(model: str | None, revision: str | None, folder: Path) -> str | None:
+    """Return a local folder as an absolute path; a hub id or a `models:/` address unchanged."""
     if model is None or model.startswith("models:/"):
         return model
     if not model.startswith((".", "/", "~")):
@@ -296,11 +305,12 @@ def _located(model: str | None, revision: str | None, folder: Path) -> str | Non
             return model
         if revision is not None:
             raise RecipeError(
-                f"`{model}` with `revision: {revision}` names a repository of the hub, but {folder / model} is a folder: "
-                f"write `./{model}` if the folder is meant, or else rename it"
+                f"`{model}` with `revision: {revision}` names a repository of the Hub, but {folder / model} is a folder: "
+                f"write `./{model}` to use the folder, or rename it",
+                "ambiguous-model",
             )
-    return str(Path(_absolute(model, folder)).resolve())
+    return str(Path(_resolve_path(model, folder)).resolve())
 
 
-def _absolute(path: str, folder: Path) -> str:
+def _resolve_path(path: str, folder: Path) -> str:
     return str(folder / Path(path).expanduser())

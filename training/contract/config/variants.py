@@ -1,11 +1,10 @@
-"""What a recipe's file holds: one recipe, and under `variants` what is different in each of its variants.
+"""The content of a recipe's file: one recipe, and under `variants` the changes of each variant.
 
-A variant is the recipe with changes: sections are merged, field by field; any other value, a list too, replaces the recipe's;
-null removes it, so that the default holds. The outcome is validated like any recipe, and an error names the variant's own
-field.
+Sections of a variant are merged with the recipe's, field by field. Any other value, also a list, replaces the recipe's. null
+removes it, so the default applies. The result is validated like any recipe, and errors name the field in the variant.
 
-A variant is an experiment that a person starts and looks at. So unless it says otherwise it has no automation, and a model name
-of its own: no schedule trains it, and it cannot become the champion that others use.
+A variant is an experiment, started by a user. So by default its automation is off and it has its own model name: schedules do
+not train it, and it cannot become the recipe's champion.
 """
 
 from collections.abc import Mapping
@@ -20,41 +19,41 @@ VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digit
 
 
 class RecipeDocument(Recipe):
-    """A recipe and the changes that make its variants, by their names."""
+    """A recipe, and the changes of its variants by name."""
 
     variants: dict[VariantName, dict[str, Any]] = Field(default={})
 
     @property
     def recipe(self) -> Recipe:
         """The recipe alone, without its variants; it is written beside results."""
-        return Recipe.model_validate(self._written())
+        return Recipe.model_validate(self._written_fields())
 
     def resolved(self) -> dict[str, Recipe]:
-        """Each variant as a recipe. Raises ValidationError with the path of what is wrong in the file."""
-        written = self._written()
-        changed = {name: _experiment(written, name, changes) for name, changes in self.variants.items()}
+        """Return each variant as a recipe. Raises ValidationError with the path of the wrong field in the file."""
+        written = self._written_fields()
+        changed = {name: _apply_changes(written, name, changes) for name, changes in self.variants.items()}
         return _Variants.model_validate({"variants": changed}).variants
 
     @model_validator(mode="after")
-    def _variants_are_recipes(self) -> Self:
+    def _check_variants(self) -> Self:
         self.resolved()
         return self
 
-    def _written(self) -> dict[str, Any]:
-        """The fields of the recipe that the file names; what has its default is left out."""
+    def _written_fields(self) -> dict[str, Any]:
+        """Return the recipe's fields in the file, without defaults."""
         return self.model_dump(exclude_unset=True, exclude={"variants"})
 
 
 class _Variants(ConfigSection):
-    """Gives errors in a variant the path that they have in the file."""
+    """A wrapper to give errors in a variant their path in the file."""
 
     variants: dict[str, Recipe]
 
 
 def merged(section: Any, changes: Any) -> Any:
-    """`section` with `changes` made, by the rules of JSON Merge Patch (RFC 7396).
+    """Return `section` with `changes` merged, by the rules of JSON Merge Patch (RFC 7396).
 
-    With one exception: null for a field that is not there stays, so that validation finds a misspelled name.
+    One exception: null for a missing field stays, so validation finds a misspelled name.
     """
     if not isinstance(changes, Mapping):
         return changes
@@ -67,8 +66,8 @@ def merged(section: Any, changes: Any) -> Any:
     return result
 
 
-def _experiment(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with `changes` made; of its automation only the time zone stays, unless they ask for more."""
+def _apply_changes(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe with `changes`. It keeps only the time zone of the recipe's automation."""
     timezone = {name: value for name, value in written.get("automation", {}).items() if name == "timezone"}
     release = {**written["release"], "model_name": f"{written['release']['model_name']}-{variant}"}
     changed: dict[str, Any] = merged({**written, "automation": timezone, "release": release}, changes)

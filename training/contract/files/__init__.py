@@ -1,1 +1,1 @@
-"""Files outside the store: local ones, and those of the Hugging Face hub."""
+"""Files outside the store: local files, and files of the Hugging Face Hub."""

@@ -216,7 +216,7 @@ def pin_hub_revisions() -> Iterator[None]:
 def check_files(paths: Sequence[Path]) -> None:
     """Raise HubError unless the files of a snapshot have the hashes in the cache's names.
 
-    A cache without symbolic links has no such names; then this compares nothing.
+    A cache without symbolic links lacks such names; then this compares nothing.
     """
     hash_in_threads(_check_file, paths, paths)
 

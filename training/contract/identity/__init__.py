@@ -1,1 +1,1 @@
-"""Fingerprints: of values, files, tokenizers, models and software."""
+"""Fingerprints of values, files, tokenizers, models and software."""

@@ -199,14 +199,14 @@ def _indexed_files(folder: Path) -> list[Path]:
     names = read_object(folder / _INDEX, "an index of weights").get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(
-            f"{folder / _INDEX} has no weight_map; expected an object, tensor names to file names: fetch the model again",
+            f"{folder / _INDEX} lacks a weight_map; expected an object, tensor names to file names: fetch the model again",
             "bad-weight-index",
         )
     files = sorted({str(name) for name in names.values()})
     for name in files:
         if Path(name).name != name or not (folder / name).is_file():
             raise ModelError(
-                f"{folder / _INDEX} names {name}, but the folder has no such file; fetch the model again",
+                f"{folder / _INDEX} names {name}, but that file is missing; fetch the model again",
                 "missing-weights-file",
             )
     return [folder / name for name in files]

@@ -3,8 +3,8 @@
 transformers 5 picks a tokenizer's class from `tokenizer_config.json` and from the model's config.json. So the same tokenizer
 files may give other ids in another folder. `class_fields` returns the config.json fields for this choice.
 
-A tokenizer is never loaded from the folder in a recipe. `copy_tokenizer` copies its files, compares the copies with the recorded
-sha256, and the copy is loaded. So unrecorded files, or changes in the meantime, have no effect.
+A tokenizer is never loaded from the folder in a recipe. `copy_tokenizer` copies its files and compares the copies with the
+recorded sha256; the copy is loaded. So unrecorded files and later changes do not matter.
 """
 
 import json
@@ -86,7 +86,7 @@ def copy_tokenizer(folder: Path, target: Path, hashes: Mapping[str, str], config
 
 
 def write_class_fields(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a config.json with the fields `config` into `folder`, unless there are no fields."""
+    """Write a config.json with the fields `config` into `folder`; write nothing if `config` is empty."""
     if config:
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""What the launching process and a job exchange: `job.json`, events and input files."""
+"""The exchange between the launcher and a job: `job.json`, events and input files."""

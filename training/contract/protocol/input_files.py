@@ -151,7 +151,7 @@ class _Files:
         self._loaded = self.seen
 
     def changed_since_loaded(self) -> str:
-        """Return the paths of files with changes after `note_loaded`; empty if there are none."""
+        """Return the paths of files with changes after `note_loaded`, or an empty text."""
         names = self._changed_since(self._loaded)
         return self._join_paths(names) if names else ""
 
@@ -162,7 +162,7 @@ class _Files:
         """Raise PedigreeError if files with these `names` do not have their hashes. Here no hashes are known."""
 
     def _join_paths(self, names: Collection[str]) -> str:
-        """Return the paths of the first names; the folder if there are no names."""
+        """Return the paths of the first names; the folder if `names` is empty."""
         return ", ".join(str(self.folder / name) for name in sorted(names)[:_SHOWN]) or str(self.folder)
 
 

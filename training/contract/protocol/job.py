@@ -71,10 +71,10 @@ class Job(StrictModel):
 
     The other fields do not change the result:
 
-    locations   paths of files outside the store
-    compute     how to run
-    recipe      the resolved recipe, written beside the result
-    stamps      by input, the stamps of its files at the time of hashing (training.contract.protocol.input_files)
+        locations   paths of files outside the store
+        compute     how to run
+        recipe      the resolved recipe, written beside the result
+        stamps      by input, the stamps of its files at the time of hashing (training.contract.protocol.input_files)
     """
 
     kind: JobKind

@@ -1,7 +1,7 @@
 """JSON files with a checksum: their field `sha256` is the digest of all other fields.
 
-Manifests and derivation records have no other checksum. Decisions depend on them: they hold the accuracy for the gate, and the
-derivation of a policy.
+This field is the only checksum of manifests and derivation records. Decisions depend on both: they hold the accuracy for the
+gate, and the derivation of a policy.
 """
 
 import json

@@ -57,7 +57,7 @@ def lock_beside(folder: Path) -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of dead processes, except those of other users."""
+    """Remove the folders of dead processes, but leave folders of other users."""
     for path in parent.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             if lock := try_lock(path):

@@ -172,7 +172,7 @@ class Store:
         return record
 
     def derivation(self, kind: str, key: str) -> Derivation | None:
-        """Return the derivation with this `key`; None if it has no record. Raises CorruptRecord."""
+        """Return the derivation with this `key`; None if its record is missing. Raises CorruptRecord."""
         record = self.record(kind, key)
         return None if record is None else record.derivation
 

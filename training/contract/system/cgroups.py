@@ -58,7 +58,7 @@ def accelerator(device: str, gpus: Path = _NVIDIA) -> str:
 
 
 def _numbers(file: Path) -> list[int]:
-    """Return the numbers in a file without `max`. The highest group of version 2 has no such file."""
+    """Return the numbers in a file without `max`. The file may be missing, as in the highest group of version 2."""
     with contextlib.suppress(OSError):
         return [int(word) for word in file.read_text().split() if word != "max"]
     return []
