@@ -24,9 +24,8 @@ from training.data.formats.quarantine import Quarantined, QuarantineReason, Row,
 
 Item = dict[str, Any]  # a tool or a call
 
-_NUL = re.compile(
-    r"(?<!\\)(?:\\\\)*\\u0000"
-)  # as JSON writes it; an escaped backslash before the text u0000 does not match
+# A NUL as JSON writes it. An escaped backslash before the text u0000 does not match.
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def tools_text(value: Any, path: str) -> str:

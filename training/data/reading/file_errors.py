@@ -94,7 +94,7 @@ def invalid_byte(content: bytes, part: str) -> str:
 def undecoded_byte(value: Mapping[str, Any], raw: str | None) -> str:
     """Describe the first byte of a row that is not UTF-8; an empty text without one.
 
-    CSV rows have no `raw` text, so their cells are checked.
+    CSV rows lack the `raw` text, so their cells are checked.
     """
     if raw is not None:
         return invalid_byte(_bytes(raw), "the row")

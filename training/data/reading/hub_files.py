@@ -81,7 +81,7 @@ def _files_of_split(source: DataSource, folder: Path) -> list[str]:
             "data-set-layout",
         ) from error
     if config is None or config not in configs:
-        problem = f"has no config {source.config!r}" if source.config else "has several configs and no default"
+        problem = f"lacks the config {source.config!r}" if source.config else "has several configs without a default"
         raise DataError(
             f"the data set {source.hub} {problem}; set `config` of the data source to {_one_of(configs)}",
             "data-set-config",
@@ -89,7 +89,7 @@ def _files_of_split(source: DataSource, folder: Path) -> list[str]:
     files = datasets.load_dataset_builder(str(folder), config, cache_dir=str(folder.parent / "cache")).config.data_files
     if source.split not in files:
         raise DataError(
-            f"the data set {source.hub} has no split {source.split!r} in its config {config!r}; set `split` of the data source "
+            f"the data set {source.hub} lacks the split {source.split!r} in its config {config!r}; set `split` of the source "
             f"to {_one_of(list(files))}",
             "data-set-split",
         )

@@ -169,7 +169,7 @@ class PairWriter:
         raise DataError(f"no preference pair was found in {', '.join(self.formats)} ({causes}){first}", "no-pairs")
 
     def check_no_empty_source(self, inputs: Sequence[SourceFile]) -> None:
-        """Raise DataError if a source has no rows, or is held out and has no pairs.
+        """Raise DataError if a source lacks rows, or is held out and lacks pairs.
 
         Its export may have failed. Training and evaluation would use only the other sources.
         """

@@ -7,7 +7,7 @@
     .csv              a header, then one row per record; every value is text
     .gz               one of these, compressed
 
-`data_files` lists the files of a path, and `hub_files` those of a data set of the Hub. After reading, a file's sha256 is
+`data_files` lists the files of a path, `hub_files` the files of a data set of the Hub. After reading, a file's sha256 is
 compared with the listed one.
 """
 
@@ -46,7 +46,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """One row. `line` counts from 1; it is the row's number if the file has no lines.
+    """One row. `line` counts from 1. In files without lines it is the row's number.
 
     `raw` is the text; None for binary files and CSV. With a `problem`, `value` is empty.
     """

@@ -1,7 +1,7 @@
-"""Chat templates as transformers renders them, but on a day that stands still.
+"""Render chat templates as transformers does, but with a fixed date.
 
-What a template is, is its text, its arguments and what it writes of a few conversations: a name of a special token in it, for
-example, stands for what the tokenizer has there.
+The identity of a template covers its text, its arguments, and its output for a few conversations. The output counts because a
+template may, for example, write a special token of the tokenizer by its name.
 """
 
 import json
@@ -22,7 +22,7 @@ from training.data.formats.messages import Message, message
 
 CLOCK = "strftime_now"
 _OPENING_MARK, _CLOSING_MARK = "opening-probe", "closing-probe"
-_SPELLED_OUT = re.compile(r"""['"]type['"]:""")
+_PRINTED_PARTS = re.compile(r"""['"]type['"]:""")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
@@ -37,15 +37,15 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 
 
 class ConversationRejected(Exception):
-    """The template, before which stand `lines_before` that are not its own, does not take a conversation, and `said` why."""
+    """The template raised an error for a conversation. `lines_before` lines were put in front of it."""
 
-    def __init__(self, said: str, lines_before: int) -> None:
-        super().__init__(said)
+    def __init__(self, reason: str, lines_before: int) -> None:
+        super().__init__(reason)
         self._lines_before = lines_before
 
     @property
     def line(self) -> int | None:
-        """The template's own line, where Jinja knows it: of a slip of syntax, or where a statement failed."""
+        """The line of the template with the syntax error or the failing statement; None if Jinja does not know it."""
         if isinstance(self.__cause__, TemplateSyntaxError):
             return self.__cause__.lineno - self._lines_before
         frames = traceback.extract_tb(self.__cause__.__traceback__ if self.__cause__ else None)
@@ -59,10 +59,10 @@ class Rendered(TypedDict):
 
 
 class ChatTemplate:
-    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs`, and as on `date`.
+    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs` and a fixed `date`.
 
-    `date` is in ISO format. Beside it there is no clock: a template that asks for the time fails. Templates of models that take
-    images may write what is said only where it is a list of parts (Idefics, SmolVLM, Llava): they get it so.
+    `date` is in ISO format. Without it, a template that reads the clock fails. Some templates of models that take images write
+    only content that is a list of parts (Idefics, SmolVLM, Llava). They get such lists.
     """
 
     def __init__(
@@ -70,15 +70,16 @@ class ChatTemplate:
     ) -> None:
         if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
             raise TemplateError(
-                f"the tokenizer {tokenizer.name_or_path} has no chat template; set `tokenization.chat_template` to a .jinja "
-                "file, or `tokenization.tokenizer` to a tokenizer that has one"
+                f"the tokenizer {tokenizer.name_or_path} lacks a chat template; set `tokenization.chat_template` to a .jinja "
+                "file, or `tokenization.tokenizer` to a tokenizer that has one",
+                "no-chat-template",
             )
         self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
-        # Whether it marks what the assistant wrote by {% generation %}.
+        # Whether it marks the assistant's turns with {% generation %}.
         self.marks_turns = _GENERATION.search(self.text) is not None
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
         self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
-        self._in_parts = not self._writes(in_parts=False) and self._writes(in_parts=True)
+        self._in_parts = not self._writes_content(in_parts=False) and self._writes_content(in_parts=True)
 
     def render(
         self,
@@ -88,9 +89,9 @@ class ChatTemplate:
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The conversation's text, and the spans of it inside {% generation %}. Raises Rejected.
+        """Return the conversation's text and its spans inside {% generation %}. Raises ConversationRejected.
 
-        `template_kwargs` of the conversation go before those of all.
+        `template_kwargs` of the conversation override the template's own.
         """
         names = {**self._names, **(template_kwargs or {}), **({} if clock else {CLOCK: None})}
         names |= {"tools": tools} if tools else {}
@@ -102,34 +103,35 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **names,
             )
-        except Exception as error:  # a template is a program: it may raise anything, and that is its answer
-            raise ConversationRejected(self._said(error), self._clock.count("\n")) from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise ConversationRejected(self._reason(error), self._clock.count("\n")) from error
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
 
-    def _writes(self, in_parts: bool) -> bool:
-        """Whether what user and assistant say is in its text, and not as a list that is spelled out."""
+    def _writes_content(self, in_parts: bool) -> bool:
+        """Return whether the text has the content of user and assistant, and not as a printed list of parts."""
         self._in_parts = in_parts
         turns = (message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK))
         try:
             folded = self.render(turns, clock=True)["text"].casefold()
         except ConversationRejected:
             return False
-        return all(mark in folded for mark in (_OPENING_MARK, _CLOSING_MARK)) and not _SPELLED_OUT.search(folded)
+        return all(mark in folded for mark in (_OPENING_MARK, _CLOSING_MARK)) and not _PRINTED_PARTS.search(folded)
 
-    def _said(self, error: Exception) -> str:
-        unclear = self.date is None and isinstance(error, TypeError) and CLOCK in self.text
-        advice = "; if it asks for the date of today, set `tokenization.date`" if unclear else ""
+    def _reason(self, error: Exception) -> str:
+        """Return the text of an error. It is part of fingerprints (see `_probe_text`), so its wording must stay."""
+        may_be_clock = self.date is None and isinstance(error, TypeError) and CLOCK in self.text
+        advice = "; if it asks for the date of today, set `tokenization.date`" if may_be_clock else ""
         return (str(error) or type(error).__name__) + advice
 
     def closing(self) -> str:
-        """What it writes after the last answer of the assistant: the end of the turn, and all that follows."""
+        """Return the text after the last message of the assistant, from the end of the turn on."""
         return self.render((_QUESTION, message("assistant", _CLOSING_MARK)))["text"].rpartition(_CLOSING_MARK)[2]
 
     def trained_closing(self) -> str:
-        """The part of `closing` that is inside {% generation %}."""
+        """Return the part of `closing` inside {% generation %}."""
         rendered = self.render((_QUESTION, message("assistant", _CLOSING_MARK)))
-        begins = rendered["text"].rindex(_CLOSING_MARK) + len(_CLOSING_MARK)
-        return "".join(rendered["text"][max(start, begins) : end] for start, end in rendered["spans"])
+        closing_start = rendered["text"].rindex(_CLOSING_MARK) + len(_CLOSING_MARK)
+        return "".join(rendered["text"][max(start, closing_start) : end] for start, end in rendered["spans"])
 
     def fingerprint(self) -> str:
         content = {"text": self.text, "template_kwargs": self.template_kwargs, "probes": probe(self)}
@@ -137,11 +139,11 @@ class ChatTemplate:
 
 
 def probe(template: ChatTemplate, clock: bool = False) -> list[str]:
-    """The text of each probe, with and without a generation prompt; or the template's error, which counts as its answer."""
-    return [_answer(template, turns, prompt, clock) for turns in PROBES for prompt in (False, True)]
+    """Return the text of each probe, or the template's error, without and with a generation prompt."""
+    return [_probe_text(template, turns, prompt, clock) for turns in PROBES for prompt in (False, True)]
 
 
-def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt: bool, clock: bool) -> str:
+def _probe_text(template: ChatTemplate, turns: Sequence[Message], generation_prompt: bool, clock: bool) -> str:
     try:
         return template.render(turns, generation_prompt, clock)["text"]
     except ConversationRejected as error:
@@ -153,11 +155,11 @@ def _in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clock_at(date: datetime) -> str:
-    """A line in front of a template, whose clock then stands still; transformers lets no function through to templates."""
+    """Return a line that defines `strftime_now` for a date, in Jinja: transformers passes no functions to templates."""
     directives = [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]
-    written = {directive: date.strftime(directive) for directive in directives}
-    # Two percent signs are put aside first: the letter behind them belongs to no directive.
-    steps = json.dumps({"%%": "\0", **{d: w for d, w in written.items() if d != w}, "\0": "%"})
+    texts = {directive: date.strftime(directive) for directive in directives}
+    # Replace "%%" first, so that the letter after it is not read as a directive.
+    steps = json.dumps({"%%": "\0", **{d: text for d, text in texts.items() if d != text}, "\0": "%"})
     return (
         f"{{% macro {CLOCK}(format) %}}{{% set now = namespace(text=format) %}}{{% for directive, value in {steps}.items() %}}"
         "{% set now.text = now.text | replace(directive, value) %}{% endfor %}{{ now.text }}{% endmacro %}\n"

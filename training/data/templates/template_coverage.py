@@ -1,9 +1,10 @@
-"""Whether a chat template writes all of a conversation.
+"""Check that a chat template writes all of a conversation.
 
-Many templates silently drop tools, calls, results, the reasoning before an answer or a later system message. The model would
-then learn to answer a question that it never saw. A marked copy of the conversation shows what is dropped (template_probe.py).
-Other templates take the text before a closing tag in an answer for reasoning, and cut it off. So the text of the answer must
-appear unchanged, except for blanks.
+Many templates silently drop tools, calls, results, the reasoning before a response or a later system message. The model would
+then learn to respond to text that it never saw. A marked copy of the conversation shows the dropped parts (template_probe.py).
+
+Other templates cut off the text before a closing tag such as `</think>`. So the text of the response must appear unchanged,
+except for blanks.
 """
 
 from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
@@ -13,60 +14,63 @@ _SHOWN = 60
 
 
 class TemplateCoverage:
-    """Finds what is wrong with a template's rendering; with `by_spans`, also of what it marks as the assistant's."""
+    """Finds parts that a template does not write; with `by_spans`, also parts outside {% generation %}."""
 
     def __init__(self, template: ChatTemplate, by_spans: bool) -> None:
         self._template, self._by_spans = template, by_spans
-        self._faults: dict[Shape, str | None] = {}
+        self._problems: dict[Shape, str | None] = {}
 
-    def render(self, given: Conversation) -> Rendered:
-        """With a generation prompt where there is no answer. Raises Rejected."""
+    def render(self, conversation: Conversation) -> Rendered:
+        """Render a conversation; without a response, with a generation prompt. Raises ConversationRejected."""
         return self._template.render(
-            given.turns, generation_prompt=not given.answer, tools=given.tools, template_kwargs=given.template_kwargs
+            conversation.turns,
+            generation_prompt=not conversation.answer,
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
         )
 
-    def fault(self, given: Conversation, text: str) -> str | None:
-        """What the template does wrong in writing `given` as `text`; None if that is nothing."""
-        return self._parts_problem(given) or _answer_problem(given, text)
+    def problem(self, conversation: Conversation, text: str) -> str | None:
+        """Return the problem of `text`, which the template wrote for `conversation`; None without one."""
+        return self._parts_problem(conversation) or _response_problem(conversation, text)
 
-    def _parts_problem(self, given: Conversation) -> str | None:
-        if (shape := given.shape) is None:
-            return self._tested(given)
-        if shape not in self._faults:
-            self._faults[shape] = self._tested(given)
-        return self._faults[shape]
+    def _parts_problem(self, conversation: Conversation) -> str | None:
+        if (shape := conversation.shape) is None:
+            return self._test_copies(conversation)
+        if shape not in self._problems:
+            self._problems[shape] = self._test_copies(conversation)
+        return self._problems[shape]
 
-    def _tested(self, given: Conversation) -> str | None:
-        fault = self._copy_problem(marked(given, in_ids=False), if_refused=None)
-        return fault and self._copy_problem(marked(given, in_ids=True), if_refused=fault)
+    def _test_copies(self, conversation: Conversation) -> str | None:
+        problem = self._copy_problem(marked(conversation, in_ids=False), if_rejected=None)
+        return problem and self._copy_problem(marked(conversation, in_ids=True), if_rejected=problem)
 
-    def _copy_problem(self, test: MarkedConversation, if_refused: str | None) -> str | None:
-        """The fault in how the copy is written; `if_refused` where the template refuses it.
+    def _copy_problem(self, test: MarkedConversation, if_rejected: str | None) -> str | None:
+        """Return the problem of a marked copy; `if_rejected` if the template rejects the copy.
 
-        It may know which functions there are, or how long an id is.
+        A template may check the names of functions or the length of ids.
         """
         try:
             rendered = self.render(test.copy)
         except ConversationRejected:
-            return if_refused
+            return if_rejected
         if missing := left_out(rendered["text"], test.marks):
             return f"does not write {missing}"
         if not self._by_spans:
             return None
         trained = "".join(rendered["text"][start:end] for start, end in rendered["spans"])
-        if missing := left_out(trained, test.of_assistant):
+        if missing := left_out(trained, test.assistant_marks):
             return f"does not write {missing} inside {{% generation %}}"
-        if any(mark in trained for mark in test.of_tools):
+        if any(mark in trained for mark in test.result_marks):
             return "has the result of a tool inside {% generation %}"
         return None
 
 
-def _answer_problem(given: Conversation, text: str) -> str | None:
-    for said in given.said:
-        if said.strip() not in text and _squeezed(said) not in _squeezed(text):
-            return f"does not write all that the assistant says: {said[:_SHOWN]!r}"
+def _response_problem(conversation: Conversation, text: str) -> str | None:
+    for content in conversation.response_texts:
+        if content.strip() not in text and _without_blanks(content) not in _without_blanks(text):
+            return f"does not write all of the assistant's text: {content[:_SHOWN]!r}"
     return None
 
 
-def _squeezed(text: str) -> str:
+def _without_blanks(text: str) -> str:
     return "".join(text.split()).casefold()

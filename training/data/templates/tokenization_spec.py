@@ -1,4 +1,4 @@
-"""The files of the artifact `tokenization_spec`: what later jobs read of it."""
+"""Read the artifact `tokenization_spec`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that a recipe names, read from copies of exactly the files in the key."""
+"""Read the tokenizer and the chat template of a recipe, from copies of exactly the files in the key."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ _SETTINGS = ("files", "config")
 
 @contextlib.contextmanager
 def blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[None]:
-    """Put the place where the recipe names the tokenizer, or the template, in front of a TemplateError."""
+    """Prefix a TemplateError with the recipe field that names the tokenizer or the template."""
     try:
         yield
     except TemplateError as error:
@@ -30,11 +30,11 @@ def blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[N
 
 
 def read_tokenizer(job: Job) -> tuple[PreTrainedTokenizerFast, str | None]:
-    """Return the tokenizer of `job` with its chat template, and how it differs from its tokenizer.json, in words, if it does.
+    """Return the tokenizer of `job` with its chat template, and a note if it differs from its tokenizer.json.
 
-    `job.settings` holds `files`, the sha256 of each file of the tokenizer, `config`, the fields of the config.json beside
-    them, and `chat_template`, the sha256 of the recipe's template. Raises TemplateError if one cannot be loaded, DataError if
-    the files are others by now.
+    In `job.settings`, `files` has the sha256 of each tokenizer file, `config` has fields of the config.json beside them, and
+    `chat_template` has the sha256 of the recipe's template. Raises TemplateError if one cannot be loaded, DataError if a file
+    changed.
     """
     folder = Path(job.locations["tokenizer"])
     with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
@@ -48,30 +48,34 @@ def read_tokenizer(job: Job) -> tuple[PreTrainedTokenizerFast, str | None]:
 
 
 def read_template(job: Job, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
-    """Return the template that `read_tokenizer` gave `tokenizer`, with the arguments and the date of `job.settings`."""
+    """Return the template of a tokenizer from `read_tokenizer`, with the arguments and the date of `job.settings`."""
     return ChatTemplate(tokenizer, job.settings["template_kwargs"], job.settings.get("date"))
 
 
 def _template_text(job: Job, tokenizer: PreTrainedTokenizerFast, copy: Path) -> str | None:
-    """The chat template that counts: the recipe's, else the tokenizer's own; of several, the default one."""
+    """Return the recipe's chat template, else the tokenizer's own: if it has several, the default one."""
     path = job.locations["chat_template"]
     if path is None:
-        own = tokenizer.chat_template or _template_of_processor(copy / "chat_template.json")
-        return own.get("default") if isinstance(own, dict) else own
+        template = tokenizer.chat_template or _template_of_processor(copy / "chat_template.json")
+        return template.get("default") if isinstance(template, dict) else template
     try:
         content = Path(path).read_bytes()
-        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # with "\n" as the end of every line
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # all line ends become "\n"
     except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
+        raise TemplateError(
+            f"`tokenization.chat_template` {path} cannot be read: {error}", "unreadable-chat-template"
+        ) from error
     if hashlib.sha256(content).hexdigest() != job.settings["chat_template"]:
-        raise DataError(f"{path} changed while it was read; run again once it is written")
+        raise DataError(f"{path} changed while it was read; run again once it is written", "file-changed")
     if not text:
-        raise TemplateError(f"{path} is empty; expected a Jinja template, or null for the tokenizer's own")
+        raise TemplateError(
+            f"{path} is empty; expected a Jinja template, or null for the tokenizer's own", "empty-chat-template"
+        )
     return text
 
 
 def _template_of_processor(file: Path) -> str | None:
-    """Models that take images may have theirs in a file that transformers reads for their processor alone."""
+    """Return the template of a model that takes images. transformers reads this file only for the model's processor."""
     if not file.is_file():
         return None
     try:
@@ -79,6 +83,7 @@ def _template_of_processor(file: Path) -> str | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise TemplateError(
             f'{file.name} cannot be read: {type(error).__name__}: {error}; expected {{"chat_template": ...}}, or set '
-            "`tokenization.chat_template` to a .jinja file"
+            "`tokenization.chat_template` to a .jinja file",
+            "unreadable-chat-template",
         ) from error
     return text if isinstance(text, str) else None

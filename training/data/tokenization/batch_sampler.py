@@ -1,21 +1,20 @@
-"""Which items each rank trains on in each step: pure functions of (seed, step), so resuming needs no state of a loader.
+"""Choose the items of each step, rank and micro-batch: pure functions of (seed, step), so resuming needs no loader state.
 
-An item is a pair with its two sequences, or one sequence. Its cost is the tokens to run: a prompt that two sequences share
-counts once, unless the model cannot share it, and there is no padding. Three decisions, in this order:
+An item is a pair with its two sequences, or one sequence. Its cost is the tokens to run, without padding. A prompt that two
+sequences share counts once, unless the model cannot share it.
 
-1. Order. An epoch's permutation sorts the items by random bits of PCG64 seeded with (seed, epoch); numpy guarantees the
-   stream of a bit generator, but not its shuffle. Batches of `batch_size` items are cut from it. The last batch of an
-   epoch is what is left: no data is lost, and its loss is divided by its own number of items.
-2. Ranks. Longest first, each item goes to the rank with the fewest tokens so far: at most a third over the best balance
-   (Graham 1969). A rank may get none, if there are more ranks than items.
-3. Micro-batches. Longest first, each of a rank's items goes to the first micro-batch that has room for it under
-   `micro_tokens`, else to a new one: at most 11/9 of the fewest possible, and one more (Dósa 2007). An item over the
-   budget goes alone.
+1. Order. Sort the items by random bits of PCG64, seeded with (seed, epoch): numpy guarantees the stream of a bit generator, but
+   not its shuffle. Cut batches of `batch_size` items. The last batch of an epoch may be smaller; its loss is divided by its own
+   number of items.
+2. Ranks. Longest first, give each item to the rank with the fewest tokens so far. The largest load is at most a third over the
+   optimum (Graham 1969). With more ranks than items, some ranks get no item.
+3. Micro-batches. Longest first, put each item of a rank into the first micro-batch with room under `micro_tokens`, else into a
+   new one. This needs at most 11/9 of the fewest micro-batches, plus one (Dósa 2007). A longer item is alone.
 
-Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
+Steps 2 and 3 change results only by rounding: losses are sums over the items, divided by the global count.
 
-With sharded weights every pass is collective, so all ranks must run the same number: those with fewer micro-batches run the
-batch's shortest item again, and its result is thrown away.
+With sharded weights every pass is collective, so all ranks must run as many passes. Ranks with fewer micro-batches run the
+batch's shortest item again and discard the result.
 
 Legend: I items.
 """
@@ -36,7 +35,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """For each of I items: the tokens of its sequences, and those a model runs that shares their prompt (which counts once)."""
+    """For each item: the tokens of its sequences, and the tokens to run if the model shares their prompt."""
 
     sequences_I: Positions
     run_I: Positions
@@ -44,7 +43,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The items of one pass; its result is thrown away unless it `counts`."""
+    """The items of one pass. Its result is discarded unless it `counts`."""
 
     items: Positions
     counts: bool = True
@@ -52,7 +51,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """The batches of a run over `items`, some of the I items; steps count from 1, through all epochs."""
+    """The batches of a run over `items`, a subset of the I items. Steps count from 1, through all epochs."""
 
     items: Positions
     lengths: TokenCounts
@@ -65,7 +64,7 @@ class BatchSampler:
         return -(-len(self.items) // self.batch_size)
 
     def batch(self, step: int) -> Positions:
-        """The items of the global batch of `step`."""
+        """Return the items of the global batch of `step`."""
         assert step >= 1, f"step {step}"
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = epoch_order(len(self.items), self.seed, epoch)
@@ -74,38 +73,40 @@ class BatchSampler:
     def micro_batches(
         self, step: int, rank: int, world: int, in_lockstep: bool = False, sharing: bool = True
     ) -> list[MicroBatch]:
-        """What `rank` runs of the batch of `step`; empty if there is nothing for it.
+        """Return the micro-batches of `rank` in `step`; they may be empty.
 
-        With `in_lockstep` every rank gets as many micro-batches as the one with the most, some of which do not count.
-        `sharing`: whether the model runs a prompt once for both sequences; else all their tokens are held to `micro_tokens`.
+        With `in_lockstep`, all ranks get as many micro-batches; the additional ones do not count. With `sharing`, the model
+        runs a prompt once for both sequences; without it, all their tokens count towards `micro_tokens`.
         """
         batch, tokens_I = self.batch(step), self.lengths.run_I if sharing else self.lengths.sequences_I
         shares = distribute(batch, tokens_I, self.micro_tokens, world)
-        own = [MicroBatch(items) for items in shares[rank]]
+        micro_batches = [MicroBatch(items) for items in shares[rank]]
         if not in_lockstep:
-            return own
+            return micro_batches
         shortest = batch[[int(np.argmin(tokens_I[batch]))]]
-        return own + [MicroBatch(shortest, counts=False)] * (max(map(len, shares)) - len(own))
+        missing = max(map(len, shares)) - len(micro_batches)
+        return micro_batches + [MicroBatch(shortest, counts=False)] * missing
 
     def tokens(self, step: int) -> int:
-        """Tokens of the sequences of the global batch of `step`."""
+        """Return the tokens of the sequences in the global batch of `step`."""
         return int(self.lengths.sequences_I[self.batch(step)].sum())
 
 
 def train_items(pairs: Pairs) -> Positions:
-    """The pairs to train on. Raises DataError if there are none."""
+    """Return the positions of the pairs in the train split. Raise DataError without such pairs."""
     items = pairs.indices("train")
     if not len(items):
         raise DataError(
-            f"none of the {len(pairs)} tokenized pairs is in the train split; "
-            f"lower `data.validation_fraction` or add preference data"
+            f"0 of the {len(pairs)} tokenized pairs are in the train split; "
+            f"lower `data.validation_fraction` or add preference data",
+            "no-train-pairs",
         )
     return items
 
 
-@functools.lru_cache(maxsize=2)  # a step asks for it four times, and a million items take 0.2 seconds to sort
+@functools.lru_cache(maxsize=2)  # each step calls it four times, and sorting a million items takes 0.2 seconds
 def epoch_order(items: int, seed: int, epoch: int) -> Positions:
-    """The permutation of `items` items in `epoch`, counted from 0; not to be written to."""
+    """Return the read-only permutation of `items` items in `epoch`, counted from 0."""
     bits = np.random.PCG64(seed_sequence(seed, epoch)).random_raw(items)
     order = np.argsort(bits, kind="stable")
     order.flags.writeable = False
@@ -113,7 +114,7 @@ def epoch_order(items: int, seed: int, epoch: int) -> Positions:
 
 
 def seed_sequence(seed: int, *parts: int) -> np.random.SeedSequence:
-    """Independent randomness for every combination of the recipe's seed, which may be negative, and of `parts`."""
+    """Return independent randomness for each combination of seed (it may be negative) and `parts`."""
     return np.random.SeedSequence([seed % _SEEDS, *parts])
 
 
@@ -123,7 +124,7 @@ def distribute(items: Positions, tokens_I: Positions, micro_tokens: int, world: 
 
 
 def _balance(items: Positions, tokens_I: Positions, world: int) -> list[Positions]:
-    """Every rank's items, longest first; those of equal length in the order of `items`, so it is deterministic."""
+    """Return each rank's items, longest first. Items of equal length keep their order, so the result is deterministic."""
     tokens = tokens_I[items]
     parts: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
@@ -135,15 +136,15 @@ def _balance(items: Positions, tokens_I: Positions, world: int) -> list[Position
 
 
 def _pack(items: Positions, tokens_I: Positions, micro_tokens: int) -> list[Positions]:
-    """Micro-batches of `items`, which come longest first."""
+    """Pack `items`, which come longest first, into micro-batches."""
     parts: list[list[int]] = []
     rooms: list[int] = []
     for item in items:
         tokens = int(tokens_I[item])
-        place = next((n for n, room in enumerate(rooms) if tokens <= room), len(parts))
-        if place == len(parts):
+        index = next((n for n, room in enumerate(rooms) if tokens <= room), len(parts))
+        if index == len(parts):
             parts.append([])
             rooms.append(micro_tokens)
-        parts[place].append(int(item))
-        rooms[place] -= tokens
+        parts[index].append(int(item))
+        rooms[index] -= tokens
     return [np.array(part, dtype=np.int64) for part in parts]

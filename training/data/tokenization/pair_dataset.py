@@ -1,14 +1,14 @@
-"""Reading tokenized pairs: one Arrow stream on disk, mapped into memory and read a sequence at a time.
+"""Read tokenized pairs from an Arrow stream on disk, which is mapped into memory.
 
     row              int64            row of `preferences.parquet`
     split            string           "train" or "validation"
-    prompt_length    int32            tokens of the prompt, with which both sequences begin
+    prompt_length    int32            tokens of the prompt; both sequences begin with them
     chosen_ids       list<int32>      prompt + response;      rejected_ids the same
     chosen_mask      list<bool>       the trained tokens;     rejected_mask the same
     chosen_key       fixed_size_binary[32]   identity of (ids, mask);   rejected_key the same
 
-The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it too. Of tokens and masks only the pages of
-the requested sequences are read; columns with one number a pair are read whole.
+The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it too. Tokens and masks are read per sequence;
+columns with one number per pair are read completely.
 """
 
 from pathlib import Path
@@ -44,12 +44,12 @@ PAIRS_SCHEMA = pa.schema(
 
 
 def by_pair(values_2P: NDArray[Number]) -> NDArray[Number]:
-    """What was in two parts, of all chosen responses and of all rejected ones: a row a pair, a column a side."""
+    """Reshape values of all chosen, then all rejected responses (2P) to one row per pair (P x 2)."""
     return np.stack(np.split(values_2P, 2), axis=1)
 
 
 class Pairs:
-    """The pairs of a `tokenized_pairs` artifact, by position 0..len-1; `rows` are the data rows that they came from."""
+    """The pairs of a `tokenized_pairs` artifact, by position from 0 to len - 1."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -57,15 +57,20 @@ class Pairs:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Map the pairs in `folder`. Raises DataError where the file is missing or has other columns."""
+        """Map the pairs in `folder`. Raise DataError if the file is missing or has other columns."""
         path = folder / PAIRS_FILE
         try:
             with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
                 table = stream.read_all()
         except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{path} does not hold tokenized pairs ({error}); materialize tokenized_pairs") from error
+            raise DataError(
+                f"{path} does not hold tokenized pairs ({error}); materialize tokenized_pairs", "not-tokenized-pairs"
+            ) from error
         if not table.schema.equals(PAIRS_SCHEMA):
-            raise DataError(f"{path} has the columns {table.schema.names}; expected {PAIRS_SCHEMA.names}")
+            raise DataError(
+                f"{path} has the columns {table.schema.names}, expected {PAIRS_SCHEMA.names}; materialize tokenized_pairs",
+                "not-tokenized-pairs",
+            )
         return cls(table)
 
     def __len__(self) -> int:
@@ -73,7 +78,7 @@ class Pairs:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The row of `preferences.parquet` each pair was made from."""
+        """The row in `preferences.parquet` of each pair."""
         return _as_numpy(self._table.column("row"))
 
     @property
@@ -86,16 +91,17 @@ class Pairs:
         return max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
 
     def check_known_tokens(self, vocabulary: int) -> None:
-        """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
+        """Raise TemplateError if a token id is outside the `vocabulary`, the number of a model's embeddings."""
         if (largest := self.largest_token) >= vocabulary:
             raise TemplateError(
-                f"the pairs have tokens up to the number {largest:,}, and the model has embeddings for {vocabulary:,}: resize "
-                "the embeddings of the model and save it again, or use the tokenizer that the model was trained with"
+                f"the largest token id of the pairs is {largest:,}, but the model has embeddings for {vocabulary:,}: resize "
+                "the embeddings of the model and save it again, or use the tokenizer that the model was trained with",
+                "token-outside-vocabulary",
             )
 
     def indices(self, split: str) -> NDArray[np.int64]:
-        """The positions of the pairs of a split, ascending."""
-        # Numbered, since a comparison with a string of Python's would import pandas: see _as_numpy.
+        """Return the positions of the pairs in a split, ascending."""
+        # Compare numbers: comparing with a Python string would import pandas (see _as_numpy).
         splits = self._table.column("split").combine_chunks().dictionary_encode()
         names = splits.dictionary.to_pylist()
         return np.flatnonzero(_as_numpy(splits.indices) == (names.index(split) if split in names else -1))
@@ -113,22 +119,22 @@ class Pairs:
         return [int(token) for token in response]
 
     def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A number for the prompt of each of the pairs at `positions`; equal prompts have equal numbers."""
+        """Return a number for the prompt of each pair at `positions`. Equal prompts have equal numbers."""
         numbers: dict[bytes, int] = {}
-        prompts = (self._prompt(int(at)).tobytes() for at in positions)
+        prompts = (self._prompt(int(position)).tobytes() for position in positions)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
     def lengths(self, side: Side) -> NDArray[np.int64]:
-        """Tokens of each sequence, prompt included."""
+        """Return the tokens of each sequence, prompt included."""
         return _as_numpy(pc.list_value_length(self._table.column(f"{side}_ids"))).astype(np.int64)
 
     def trained_lengths(self, side: Side) -> NDArray[np.int64]:
-        """Trained tokens of each sequence."""
+        """Return the trained tokens of each sequence."""
         chunks = self._table.column(f"{side}_mask").chunks
         return np.concatenate([np.zeros(0, np.int64), *(_sums(chunk) for chunk in chunks)])
 
     def keys(self, side: Side) -> NDArray[np.uint8]:
-        """The identity of each sequence: P x 32 bytes."""
+        """Return the identity of each sequence: P x 32 bytes."""
         keys = b"".join(self._table.column(f"{side}_key").to_pylist())
         return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
 
@@ -142,20 +148,20 @@ class Pairs:
 
 
 def _sums(lists: pa.ListArray) -> NDArray[np.int64]:
-    """How many values of each list of booleans are true."""
+    """Count the true values of each list of booleans."""
     return np.bincount(_as_numpy(pc.list_parent_indices(lists).filter(lists.flatten())), minlength=len(lists))
 
 
 def _as_numpy(values: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
-    """Numbers or booleans, of which none is missing.
+    """Convert numbers or booleans without nulls.
 
-    Whatever Arrow itself turns into numpy, or takes from Python, has it import pandas: half a second and 30 MB a rank.
+    Arrow's own conversions to numpy and from Python import pandas: half a second and 30 MB per rank.
     """
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if not pa.types.is_boolean(values.type):
         return np.from_dlpack(values)
-    first, skipped = divmod(values.offset, 8)  # eight to a byte
+    first, skipped = divmod(values.offset, 8)  # a byte holds eight booleans
     bits = np.unpackbits(
         np.frombuffer(values.buffers()[1], np.uint8, offset=first), count=skipped + len(values), bitorder="little"
     )

@@ -1,7 +1,7 @@
-"""Tokens that other versions of the libraries made: a sample is tokenized again, and if it gives the same, all are used again.
+"""Reuse tokens from other versions of the libraries, if a sample gives the same tokens.
 
-The sample has `COMPARED` pairs, evenly spread over the lengths, and some that were dropped. An upgrade of transformers or
-tokenizers rarely changes a token, and tokenizing a million pairs takes hours.
+The sample has `COMPARED` pairs, evenly spread over the lengths, and some dropped pairs. An upgrade of transformers or
+tokenizers rarely changes a token, but tokenizing a million pairs takes hours.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,56 +24,54 @@ _DROPPED = 8
 
 
 def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> JobResult | None:
-    """Return the pairs that other software made of these inputs, if `encoder` gives the same tokens; else None."""
+    """Return the earlier pairs of other software from the same inputs, if `encoder` gives the same tokens; else None."""
     if SOFTWARE not in job.settings:
         return None
-    how = job.derivation.of_any_software
+    derivation = job.derivation.of_any_software
     try:
-        earlier = Store(job.store).find(how.kind, how.key)
-    except (CorruptArtifact, CorruptRecord):  # all are tokenized again then, which replaces it
+        earlier = Store(job.store).find(derivation.kind, derivation.key)
+    except (CorruptArtifact, CorruptRecord):  # tokenizing all pairs again replaces it
         return None
     if earlier is None:
         return None
     events.phase("comparing with tokens that other versions of the libraries made")
-    count, difference = _compared(job, encoder, earlier)
+    count, difference = _compare_sample(job, encoder, earlier)
     if difference is None:
-        events.note(
-            f"{count:,} pairs have the tokens that other versions of the libraries gave them: all are used again"
-        )
+        events.note(f"{count:,} pairs have the tokens of other versions of the libraries: all are used again")
         return JobResult(earlier.fingerprint, earlier.details, is_known=True)
     events.note(
-        f"these versions of the libraries give other tokens than {short(earlier.fingerprint)} has, which others made: "
+        f"these versions of the libraries give other tokens than {short(earlier.fingerprint)}, which other versions made: "
         f"{difference}; all pairs are tokenized again"
     )
     return None
 
 
-def _compared(job: Job, encoder: PairEncoder, earlier: Artifact) -> tuple[int, str | None]:
-    """How many pairs were compared, and the first that differs, in words."""
+def _compare_sample(job: Job, encoder: PairEncoder, earlier: Artifact) -> tuple[int, str | None]:
+    """Return the number of compared pairs, and a description of the first difference."""
     pairs = Pairs.open(earlier.folder)
-    positions = {int(pairs.rows[at]): at for at in _spread(pairs)}
+    positions = {int(pairs.rows[at]): at for at in _sample_positions(pairs)}
     dropped = {drop["row"] for drop in earlier.details["dropped_examples"][:_DROPPED]}
     rows = list(_rows(job, {*positions, *dropped}))
     for row, outcome in zip(rows, encoder.encode(rows), strict=True):
-        number, where = row["row"], f"row {row['row']} ({row['source']}, line {row['line']})"
+        number, origin = row["row"], f"row {row['row']} ({row['source']}, line {row['line']})"
         if isinstance(outcome, Dropped) is not (number in dropped):
-            return len(rows), f"{where} is {'dropped' if isinstance(outcome, Dropped) else 'used'} now"
-        if not isinstance(outcome, Dropped) and (side := _other_side(pairs, positions[number], outcome)):
-            return len(rows), f"the {side} response of {where}"
+            return len(rows), f"{origin} is {'dropped' if isinstance(outcome, Dropped) else 'used'} now"
+        if not isinstance(outcome, Dropped) and (side := _differing_side(pairs, positions[number], outcome)):
+            return len(rows), f"the {side} response of {origin}"
     return len(rows), None
 
 
-def _other_side(pairs: Pairs, position: int, now: EncodedPair) -> Side | None:
-    """The first side whose tokens, or which of them are trained, are not those of the pair at `position`."""
-    for side, response in zip(SIDES, (now.chosen, now.rejected), strict=True):
-        then = pairs.sequence(position, side)
-        if (then.ids_T.tolist(), then.mask_T.tolist()) != (now.ids(response), now.mask(response)):
+def _differing_side(pairs: Pairs, position: int, encoded: EncodedPair) -> Side | None:
+    """Return the first side whose ids or mask differ from the pair at `position`."""
+    for side, response in zip(SIDES, (encoded.chosen, encoded.rejected), strict=True):
+        earlier = pairs.sequence(position, side)
+        if (earlier.ids_T.tolist(), earlier.mask_T.tolist()) != (encoded.ids(response), encoded.mask(response)):
             return side
     return None
 
 
-def _spread(pairs: Pairs) -> list[int]:
-    """Positions of at most `COMPARED` pairs, evenly spread over the lengths of their longer response."""
+def _sample_positions(pairs: Pairs) -> list[int]:
+    """Return the positions of at most `COMPARED` pairs, evenly spread over the lengths of the longer response."""
     order = np.argsort(np.maximum(*(pairs.lengths(side) for side in SIDES)), kind="stable")
     at = np.linspace(0, len(order) - 1, min(COMPARED, len(order))).round().astype(np.int64)
     return [int(position) for position in order[at]]

@@ -1,15 +1,15 @@
-"""From a pair of conversations to token ids and masks.
+"""Convert a pair to token ids and masks.
 
-The prompt is rendered with the generation prompt, each whole conversation without; all three texts are tokenized without
-adding special tokens, so there is one BOS if the template writes it, else none: exactly what a chat server feeds the
-model. The prompt's tokens must be a prefix of both conversations' tokens. This is checked for every pair, because some
-templates rewrite earlier turns. Every pair is also checked for text that the template drops (templates/template_coverage.py).
-The response is everything after the prefix:
+1. Render the prompt with the generation prompt, and both conversations without it.
+2. Tokenize the three texts without adding special tokens. So there is a BOS only if the template writes it, as in chat servers.
+3. Check that the prompt's tokens begin both conversations. Some templates rewrite earlier turns.
+4. Check each pair for text that the template drops (templates/template_coverage.py).
+5. The tokens after the prompt are the response. `train_on` selects the trained ones:
 
-    last_response    all of its tokens are trained, with the end of turn and what the template writes after it
-    assistant_turns  its tokens inside {% generation %} are trained, so it may have several messages, with results of tools
+    last_response    all tokens of the response, with the end of turn and the template's text after it
+    assistant_turns  the tokens inside {% generation %}; the response may have several messages, with tool results
 
-A pair that cannot be used is `Dropped`, with a reason that is counted and a detail that shows why.
+A pair that cannot be used is `Dropped`, with a counted reason and a detail.
 """
 
 import bisect
@@ -26,12 +26,12 @@ from training.contract.config.fields import Role
 from training.data.formats.messages import Message
 from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
 from training.data.templates.template_coverage import TemplateCoverage
-from training.data.templates.template_probe import spelled_out
+from training.data.templates.template_probe import conversation_of
 
 Offsets = Sequence[tuple[int, int]]
 
 _SWITCHES = ("enable_thinking", "thinking")
-_DEVELOPER: Role = "developer"  # which most templates do not know, and many would write like any other word
+_DEVELOPER: Role = "developer"  # most templates do not know it, and many would write it like any other word
 
 
 class DropReason(StrEnum):
@@ -71,7 +71,7 @@ class ResponseTokens:
 
     @property
     def trained(self) -> tuple[list[int], list[bool]]:
-        """Up to the last token that is trained; those that follow change no log-prob."""
+        """Ids and mask up to the last trained token. Later tokens change no log-prob."""
         end = len(self.mask) - self.mask[::-1].index(True) if True in self.mask else 0
         return self.ids[:end], self.mask[:end]
 
@@ -101,31 +101,34 @@ class _Tokens:
 
 
 class PairEncoder:
-    """Encodes pairs in batches: the template a conversation at a time, the tokenizer many texts at once."""
+    """Encodes pairs in batches. The template renders one conversation at a time; the tokenizer gets many texts at once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, spec: Mapping[str, Any]) -> None:
         self._tokenizer, self._template, self._spec = tokenizer, template, spec
         self._by_spans = spec["train_on"] == "assistant_turns"
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
-        self._completeness = TemplateCoverage(template, self._by_spans)
+        self._coverage = TemplateCoverage(template, self._by_spans)
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
-        """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
-        rendered = [self._render(pair) for pair in pairs]
-        texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
+        """Yield the tokens of each pair (a row of `raw_preferences`), or the reason why it is dropped, in order."""
+        renderings = [self._render(pair) for pair in pairs]
+        texts = [text for rendering in renderings if not isinstance(rendering, Dropped) for text in rendering]
         tokens = self._tokenize(texts)
-        for pair, found in zip(pairs, rendered, strict=True):
+        for pair, rendering in zip(pairs, renderings, strict=True):
             try:
-                yield found if isinstance(found, Dropped) else self._assemble(pair, *itertools.islice(tokens, 3))
+                if isinstance(rendering, Dropped):
+                    yield rendering
+                else:
+                    yield self._assemble(pair, *itertools.islice(tokens, 3))
             except Dropped as dropped:
                 yield dropped
 
     def remedy(self, pair: Mapping[str, Any]) -> str | None:
-        """The switch of the template for reasoning with which `pair`, which is dropped, can be used; or None.
+        """Return the template's switch for reasoning that would make the dropped `pair` usable; or None.
 
-        A template that begins every answer with reasoning takes answers without any only if that is switched off, and one that
-        says there is none takes answers with it only if it is switched on.
+        A template that begins all responses with reasoning needs the switch off for responses without reasoning. A template
+        that writes an empty block of reasoning needs it on for responses with reasoning.
         """
         template = self._template
         value, of_rejected = (_reasons(pair[side][0]) for side in ("chosen", "rejected"))
@@ -140,33 +143,33 @@ class PairEncoder:
         return None
 
     def _render(self, pair: Mapping[str, Any]) -> list[Rendered] | Dropped:
-        """The texts of the prompt and of both conversations."""
+        """Return the texts of the prompt and of both conversations."""
         try:
             self._check_roles(pair["prompt"])
             for side in ("chosen", "rejected"):
-                self._check_answer(pair[side], side)
+                self._check_response(pair[side], side)
             return [self._text(pair, side) for side in (None, "chosen", "rejected")]
         except Dropped as dropped:
             return dropped
 
     def _check_roles(self, prompt: Sequence[Message]) -> None:
-        """Raise Dropped for a message of a role that the template's text does not have."""
+        """Raise Dropped if the prompt has a role that the template's text lacks."""
         if _DEVELOPER not in self._template.text and any(turn["role"] == _DEVELOPER for turn in prompt):
             raise Dropped(
                 DropReason.TEMPLATE,
-                f"the template does not know the role `{_DEVELOPER}`, which the prompt has; use a template that does, or map "
+                f"the prompt has the role `{_DEVELOPER}`, which the template does not know; use another template, or map "
                 f"the role on the source: `roles: {{{_DEVELOPER}: system}}`",
             )
 
-    def _check_answer(self, turns: Sequence[Message], side: str) -> None:
-        """Raise Dropped for an answer of several messages of which more would be trained than the assistant says."""
+    def _check_response(self, turns: Sequence[Message], side: str) -> None:
+        """Raise Dropped for a response of several messages if more than the assistant's text would be trained."""
         if len(turns) == 1:
             return
         if not self._by_spans:
             detail = f"`{side}` has {len(turns)} messages, not all of the assistant; "
             raise Dropped(DropReason.SEVERAL, detail + "set `tokenization.train_on: assistant_turns`")
-        said = [text for turn in turns for name, text in turn.items() if text and name != "role"]
-        for ids in self._tokenizer(said, add_special_tokens=False)["input_ids"]:
+        texts = [text for turn in turns for name, text in turn.items() if text and name != "role"]
+        for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]:
             if ends := [id_ for id_ in ids if id_ in self._end_of_turn]:
                 token = self._tokenizer.convert_ids_to_tokens(ends[0])
                 raise Dropped(
@@ -174,17 +177,17 @@ class PairEncoder:
                 )
 
     def _text(self, pair: Mapping[str, Any], side: str | None) -> Rendered:
-        """Raises Dropped where the template refuses the conversation, or does not write all of it."""
+        """Return the rendered text. Raise Dropped if the template rejects the conversation or omits a part of it."""
         try:
-            given = spelled_out(pair, side)
-            rendered = self._completeness.render(given)
-            fault = self._completeness.fault(given, rendered["text"])
+            conversation = conversation_of(pair, side)
+            rendered = self._coverage.render(conversation)
+            problem = self._coverage.problem(conversation, rendered["text"])
         except ConversationRejected as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
         except RecursionError as error:
-            raise Dropped(DropReason.TEMPLATE, "what it is given beside the messages is nested too deeply") from error
-        if fault is not None:
-            raise Dropped(DropReason.LEFT_OUT, f"the template {fault}")
+            raise Dropped(DropReason.TEMPLATE, "its tools or template arguments are nested too deeply") from error
+        if problem is not None:
+            raise Dropped(DropReason.LEFT_OUT, f"the template {problem}")
         return rendered
 
     def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[_Tokens]:
@@ -199,42 +202,42 @@ class PairEncoder:
             verbose=False,
         )
         offsets = encoded["offset_mapping"] if self._by_spans else [()] * len(texts)
-        for text, ids, places in zip(texts, encoded["input_ids"], offsets, strict=True):
-            yield _Tokens(ids, places, text["spans"])
+        for text, ids, text_offsets in zip(texts, encoded["input_ids"], offsets, strict=True):
+            yield _Tokens(ids, text_offsets, text["spans"])
 
-    def _assemble(self, pair: Mapping[str, Any], prompt: _Tokens, *whole: _Tokens) -> EncodedPair:
+    def _assemble(self, pair: Mapping[str, Any], prompt: _Tokens, *conversations: _Tokens) -> EncodedPair:
         if not prompt.ids:
             raise Dropped(
-                DropReason.EMPTY_PROMPT, "the template writes nothing of it, and nothing predicts a first token"
+                DropReason.EMPTY_PROMPT,
+                "the template writes 0 tokens of it, so the first token of the response would lack a log-prob",
             )
         chosen, rejected = (
-            self._response(prompt.ids, tokens, side, is_one=len(pair[side]) == 1)
-            for tokens, side in zip(whole, ("chosen", "rejected"), strict=True)
+            self._response(prompt.ids, tokens, side, is_single=len(pair[side]) == 1)
+            for tokens, side in zip(conversations, ("chosen", "rejected"), strict=True)
         )
-        fitting = fit(
+        encoded = fit(
             EncodedPair(prompt.ids, chosen, rejected), self._max_length, self._over_length, self._tokenizer.bos_token_id
         )
-        for side, response in (("chosen", fitting.chosen), ("rejected", fitting.rejected)):
+        for side, response in (("chosen", encoded.chosen), ("rejected", encoded.rejected)):
             if not any(response.mask):
                 raise Dropped(DropReason.EMPTY_MASK, f"none of the {len(response.ids)} tokens of `{side}` is trained")
-        if fitting.chosen.trained == fitting.rejected.trained:
-            same = len(fitting.chosen.trained[0])
-            raise Dropped(
-                DropReason.SAME_TOKENS, f"chosen and rejected are the same {same} tokens as far as they are trained"
-            )
-        return fitting
+        if encoded.chosen.trained == encoded.rejected.trained:
+            count = len(encoded.chosen.trained[0])
+            raise Dropped(DropReason.SAME_TOKENS, f"chosen and rejected have the same {count} tokens to train on")
+        return encoded
 
-    def _response(self, prompt: list[int], whole: _Tokens, side: str, is_one: bool) -> ResponseTokens:
+    def _response(self, prompt: list[int], conversation: _Tokens, side: str, is_single: bool) -> ResponseTokens:
         start = len(prompt)
-        if whole.ids[:start] != prompt:
-            raise Dropped(DropReason.PREFIX, self._difference(prompt, whole.ids, side))
-        ids = whole.ids[start:]
-        if is_one:
+        if conversation.ids[:start] != prompt:
+            raise Dropped(DropReason.PREFIX, self._describe_difference(prompt, conversation.ids, side))
+        ids = conversation.ids[start:]
+        if is_single:
             self._check_end(ids, side)
-        return ResponseTokens(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
+        trained = inside(conversation.offsets[start:], conversation.spans) if self._by_spans else [True] * len(ids)
+        return ResponseTokens(ids, trained)
 
     def _check_end(self, ids: list[int], side: str) -> None:
-        """Raise Dropped for a second end of turn: it comes from the data, and would teach a model to go on after the first."""
+        """Raise Dropped if the data has an end of turn. It would teach the model to go on after the first one."""
         counts = Counter(id_ for id_ in ids if id_ in self._end_of_turn)
         for id_, expected in self._end_of_turn.items():
             if counts[id_] > expected:
@@ -242,19 +245,19 @@ class PairEncoder:
                 detail = f"`{side}` holds {token!r} {counts[id_]} times, the template writes it {expected} times"
                 raise Dropped(DropReason.DOUBLED_END, detail)
 
-    def _difference(self, prompt: list[int], whole: list[int], side: str) -> str:
-        """Where the prompt and the conversation part, with the tokens on both sides."""
-        same = zip(prompt, whole, strict=False)
-        place = next((i for i, (a, b) in enumerate(same) if a != b), min(len(prompt), len(whole)))
-        alone, within = (self._shown(ids[place : place + 3]) for ids in (prompt, whole))
+    def _describe_difference(self, prompt: list[int], conversation: list[int], side: str) -> str:
+        """Return the first token at which prompt and conversation differ, with the tokens of both."""
+        pairs = zip(prompt, conversation, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(conversation)))
+        in_prompt, in_conversation = (self._show(ids[position : position + 3]) for ids in (prompt, conversation))
         return (
-            f"at token {place} of {len(prompt)} the prompt with its generation prompt has {alone}, "
-            f"the conversation with `{side}` has {within}"
+            f"at token {position} of {len(prompt)} the prompt with its generation prompt has {in_prompt}, "
+            f"the conversation with `{side}` has {in_conversation}"
         )
 
-    def _shown(self, ids: list[int]) -> str:
+    def _show(self, ids: list[int]) -> str:
         if not ids:
-            return "nothing more"
+            return "no more tokens"
         return " ".join(f"{id_} {self._tokenizer.convert_ids_to_tokens(id_)!r}" for id_ in ids)
 
 
@@ -263,14 +266,14 @@ def _reasons(turn: Message) -> bool:
 
 
 def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | None) -> EncodedPair:
-    """`pair` cut to `max_length` tokens a sequence, with the same prompt for both.
+    """Truncate the sequences to `max_length` tokens, with the same prompt in both.
 
-    A prompt loses tokens on the left, after the BOS; a response on the right. Raises Dropped where nothing would be left of
-    the part that is cut, or where nothing may be cut.
+    A prompt loses tokens on the left, after the BOS; a response on the right. Raise Dropped if the truncated part would be
+    empty, or if `over_length` does not allow truncation.
     """
     if pair.longest <= max_length:
         return pair
-    found = f"{pair.longest} tokens ({len(pair.prompt)} of the prompt), max_length is {max_length}"
+    detail = f"{pair.longest} tokens ({len(pair.prompt)} of the prompt), max_length is {max_length}"
     prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
     if over_length is OverLength.TRUNCATE_PROMPT:
         room = max_length - (pair.longest - len(prompt))
@@ -279,14 +282,14 @@ def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | 
             return EncodedPair(kept + prompt[len(prompt) - room + len(kept) :], chosen, rejected)
     if over_length is OverLength.TRUNCATE_RESPONSE and (room := max_length - len(prompt)) > 0:
         return EncodedPair(prompt, _cut(chosen, room), _cut(rejected, room))
-    raise Dropped(DropReason.TOO_LONG, found)
+    raise Dropped(DropReason.TOO_LONG, detail)
 
 
 def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
-    """For each token, given by its characters [start, end): whether it overlaps one of the spans."""
-    begun = sorted(spans)
-    starts = [start for start, _ in begun]
-    reach = [0, *itertools.accumulate((end for _, end in begun), max)]  # where the first n of them end at the latest
+    """Return for each token, by its characters [start, end), whether it overlaps one of the spans."""
+    ordered = sorted(spans)
+    starts = [start for start, _ in ordered]
+    reach = [0, *itertools.accumulate((end for _, end in ordered), max)]  # the last end among the first n spans
     return [reach[bisect.bisect_left(starts, end)] > start for start, end in offsets]
 
 
