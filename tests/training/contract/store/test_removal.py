@@ -1,4 +1,4 @@
-"""What removing a folder frees; the removal itself is seen in tests/workflows/commands/test_gc.py."""
+"""The bytes freed by removing a folder. tests/workflows/commands/test_gc.py tests the removal itself."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from training.contract.store.removal import freed_bytes
 
 
-def test_a_file_that_has_another_name_elsewhere_frees_nothing(tmp_path: Path):
-    """As released weights do, which the registry links."""
+def test_freed_bytes_of_hard_linked_file_is_zero(tmp_path: Path):
+    """The registry links released weights."""
     (tmp_path / "policy" / "part").mkdir(parents=True)
     for name, size in (("model.safetensors", 1000), ("part/pairs.parquet", 20)):
         (tmp_path / "policy" / name).write_bytes(bytes(size))

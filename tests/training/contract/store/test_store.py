@@ -1,4 +1,4 @@
-"""The store under everything that goes wrong: two writers, killed writers, full disks, damaged files."""
+"""The store with two writers, killed writers, full disks and damaged files."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def test_what_is_published_is_found_by_key_and_by_fingerprint(store):
+def test_published_artifact_is_found_by_key_and_by_fingerprint(store):
     published = publish(store, pairs=3)
     for found in (store.find(KIND, derivation().key), store.open(KIND, FINGERPRINT), published):
         assert found is not None and found.fingerprint == FINGERPRINT and found.details == {"pairs": 3}
@@ -47,14 +47,14 @@ def test_what_is_published_is_found_by_key_and_by_fingerprint(store):
     assert list((store.root / "staging").iterdir()) == []
 
 
-def test_who_only_looks_leaves_the_hashes_to_a_cache(store, tmp_path):
-    """Without it a status would read every artifact to its end, each time."""
+def test_find_with_cache_writes_hashes_to_it(store, tmp_path):
+    """Without a cache, `pedigree status` would read every artifact each time."""
     published, cache = publish(store), tmp_path / "hashes.json"
     assert store.find(KIND, derivation().key, cache=HashCache(cache, settle_seconds=0)) is not None
     assert str(published.file("part/text.txt")) in cache.read_text()
 
 
-def test_what_another_store_published_is_adopted_whole_or_not_at_all(store, tmp_path):
+def test_adopt_takes_only_an_intact_artifact_of_the_fingerprint(store, tmp_path):
     published = publish(store, pairs=3)
     other = Store(tmp_path / "other")
 
@@ -64,10 +64,11 @@ def test_what_another_store_published_is_adopted_whole_or_not_at_all(store, tmp_
             (copy / "part" / "text.txt").write_text(text)
             return other.adopt(copy, KIND, fingerprint)
 
-    for fingerprint, text in (("e" * 64, "hello"), (FINGERPRINT, "jello")):
-        with pytest.raises(CorruptArtifact, match=r"manifest\.json is of policy ffffffffffff|part/text\.txt"):
-            adopt(fingerprint, text)
-        assert other.fingerprints(KIND) == []
+    with pytest.raises(CorruptArtifact, match=r"ffffffffffff.*eeeeeeeeeeee.*\[wrong-artifact\]"):
+        adopt("e" * 64)
+    with pytest.raises(CorruptArtifact, match=r"part/text\.txt.*\[wrong-hash\]"):
+        adopt(FINGERPRINT, "jello")
+    assert other.fingerprints(KIND) == []
     for _ in range(2):
         found = adopt(FINGERPRINT)
         assert found.manifest == published.manifest == other.open(KIND, FINGERPRINT).manifest
@@ -75,13 +76,13 @@ def test_what_another_store_published_is_adopted_whole_or_not_at_all(store, tmp_
     assert list((other.root / "staging").iterdir()) == []
 
 
-def test_what_was_never_made_is_not_found(store):
+def test_open_of_missing_artifact_raises_and_find_returns_none(store):
     assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == []
-    with pytest.raises(StoreError, match=r"no policy ffffffffffff .*materialize"):
+    with pytest.raises(StoreError, match=r"policy ffffffffffff .*materialize.*\[no-artifact\]"):
         store.open(KIND, FINGERPRINT)
 
 
-def test_two_ways_to_one_content_share_its_files_and_keep_their_own_details(store):
+def test_two_derivations_of_one_content_share_files_and_keep_their_details(store):
     first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
     assert first.folder == second.folder
     assert (second.details, second.derivation) == ({"way": "second"}, derivation("2"))
@@ -90,40 +91,40 @@ def test_two_ways_to_one_content_share_its_files_and_keep_their_own_details(stor
     assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
 
 
-def test_the_manifest_says_what_it_was_made_from_and_with(store):
+def test_manifest_holds_derivation_and_libraries(store):
     manifest = json.loads((publish(store).folder / MANIFEST).read_text())
     assert manifest["made_from"] == derivation().model_dump(mode="json")
     assert {"python", "numpy", "torch"} <= set(manifest["libraries"])
 
 
-def test_a_flipped_bit_is_seen_on_open(store):
+def test_find_of_artifact_with_flipped_bit_raises(store):
     path = publish(store).file("part/text.txt")
     path.write_text("hellp")
-    with pytest.raises(CorruptArtifact, match=r"text\.txt has sha256"):
+    with pytest.raises(CorruptArtifact, match=r"text\.txt .*\[wrong-hash\]"):
         store.find(KIND, derivation().key)
     assert store.find(KIND, derivation().key, hashes=False) is not None
 
 
-def test_an_artifact_in_anothers_place_is_refused(store):
+def test_open_of_artifact_in_another_folder_raises(store):
     folder = publish(store).folder
     for kind, fingerprint in ((KIND, "e" * 64), ("merged", FINGERPRINT)):
         shutil.copytree(folder, store.folder(kind, fingerprint))
-        with pytest.raises(CorruptArtifact, match=f"expected {kind} {fingerprint[:12]}"):
+        with pytest.raises(CorruptArtifact, match=rf"expected {kind} {fingerprint[:12]} \[wrong-artifact\]"):
             store.open(kind, fingerprint)
 
 
 def test_a_link_is_not_published(store):
     with store.staging() as staging:
         (staging / "weights").symlink_to("/etc/hostname")
-        with pytest.raises(CorruptArtifact, match="weights is not a plain file"):
+        with pytest.raises(CorruptArtifact, match=r"/weights .*\[not-a-plain-file\]"):
             store.publish(staging, derivation(), JobResult(FINGERPRINT))
     assert store.find(KIND, derivation().key) is None
 
 
-def test_an_artifact_set_aside_is_kept_and_can_be_made_again(store):
+def test_artifact_set_aside_is_kept_and_can_be_published_again(store):
     publish(store).file("part/text.txt").write_text("hellp")
-    place = store.set_aside(KIND, FINGERPRINT)
-    assert (place / "part" / "text.txt").read_text() == "hellp"
+    folder = store.set_aside(KIND, FINGERPRINT)
+    assert (folder / "part" / "text.txt").read_text() == "hellp"
     assert store.find(KIND, derivation().key) is None
     publish(store)
     assert store.find(KIND, derivation().key) is not None
@@ -142,13 +143,13 @@ def lose_everything(folder: Path) -> None:
     folder.mkdir()
 
 
-def lead_nowhere(folder: Path) -> None:
+def replace_by_dangling_link(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything, lead_nowhere])
-def test_publishing_again_repairs_what_is_broken(store, damage):
+@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything, replace_by_dangling_link])
+def test_publishing_again_repairs_a_corrupt_artifact(store, damage):
     damage(publish(store).folder)
     publish(store, version="2")
     for version in ("1", "2"):
@@ -156,39 +157,39 @@ def test_publishing_again_repairs_what_is_broken(store, damage):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"null", b'{"fingerprint": "../../etc"}', b"\xff"])
-def test_a_record_of_another_form_is_refused_by_name(store, content):
+def test_find_with_record_of_another_form_raises_with_name(store, content):
     publish(store)
     (record,) = (store.root / "keys" / KIND).iterdir()
     record.write_bytes(content)
-    with pytest.raises(CorruptArtifact, match=record.name):
+    with pytest.raises(CorruptArtifact, match=rf"{record.name}(?s:.*)\[corrupt-record\]"):
         store.find(KIND, derivation().key)
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, mended):
-    """A figure of its details, and the record of another derivation under its name; the manifest names the first way only.
+@pytest.mark.parametrize("repaired", [True, False])
+def test_changed_record_is_refused_and_repaired_from_the_manifest(store, repaired):
+    """The change is a number in the details, or the record of another derivation. The manifest holds version 1 only.
 
-    The first way once gave something else, and beside that lies an artifact that cannot be read: the latest is believed.
+    An older artifact has the same derivation, and another artifact is unreadable: the repair uses the latest manifest.
     """
-    before = publish(store, fingerprint="e" * 64, accuracy=0.5)
-    old = before.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
-    (before.folder / MANIFEST).write_bytes(old.dumps())
+    older = publish(store, fingerprint="e" * 64, accuracy=0.5)
+    manifest = older.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
+    (older.folder / MANIFEST).write_bytes(manifest.dumps())
     lose_everything(publish(store, fingerprint="d" * 64, version="3").folder)
-    for way in ("1", "2"):
-        publish(store, version=way, accuracy=0.25)
-    first, second = (store.root / "keys" / KIND / f"{derivation(way).key}.json" for way in ("1", "2"))
-    record, other = (first, second) if mended else (second, first)
-    whole = record.read_bytes()
-    for content in (whole.replace(b"0.25", b"0.75"), other.read_bytes()):
+    for version in ("1", "2"):
+        publish(store, version=version, accuracy=0.25)
+    first, second = (store.root / "keys" / KIND / f"{derivation(version).key}.json" for version in ("1", "2"))
+    record, other = (first, second) if repaired else (second, first)
+    intact = record.read_bytes()
+    for content in (intact.replace(b"0.25", b"0.75"), other.read_bytes()):
         record.write_bytes(content)
-        with pytest.raises(CorruptRecord, match=record.name):
+        with pytest.raises(CorruptRecord, match=rf"{record.name}.*\[corrupt-record\]"):
             store.find(KIND, record.stem)
         assert store.repair_record(KIND, record.stem).read_bytes() == content
-        assert record.exists() == mended and (not mended or record.read_bytes() == whole)
+        assert record.exists() == repaired and (not repaired or record.read_bytes() == intact)
 
 
-def test_what_another_user_may_not_touch_is_used_all_the_same(store, monkeypatch):
-    """An artifact's folder from a backup, say, belongs to whoever put it there."""
+def test_artifact_of_another_user_is_reused(store, monkeypatch):
+    """A folder from a backup may belong to another user, so it cannot be marked as used."""
     publish(store)
 
     def refused(path: Path) -> None:
@@ -202,31 +203,33 @@ def test_what_another_user_may_not_touch_is_used_all_the_same(store, monkeypatch
 @pytest.mark.parametrize(
     ("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)]
 )
-def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch, call, number):
-    """The disk, or the user's quota, refuses to keep what was written, with the operating system's own error."""
+def test_publish_on_full_disk_raises_with_path_and_leaves_no_files(store, monkeypatch, call, number):
+    """The disk, or the user's quota, is full: a call raises the operating system's error."""
     publish(store, fingerprint="e" * 64, version="0")
 
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, full)
-    told = rf"cannot publish policy in .*store \([\d,]+ bytes free\): .*{os.strerror(number)}; make room and run again"
-    with pytest.raises(StoreError, match=told):
+    message = rf"publish policy in .*/store \([\d,]+ bytes free\): .*{os.strerror(number)}; .*\[disk-full\]"
+    with pytest.raises(StoreError, match=message):
         publish(store)
     monkeypatch.undo()
     assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == ["e" * 64]
     assert list((store.root / "staging").iterdir()) == []
-    with pytest.raises(FileNotFoundError), store.staging() as staging:  # what is no matter of room stays what it is
+    with pytest.raises(FileNotFoundError), store.staging() as staging:  # other errors pass unchanged
         (staging / "nowhere").read_bytes()
     publish(store)
 
 
-def test_a_store_of_another_user_is_told_with_what_to_do(store, monkeypatch):
+def test_publish_without_permission_raises_with_umask_hint(store, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(StoreError, match=r"cannot publish policy in .*: .*Permission denied; .* umask 002"):
+    with pytest.raises(
+        StoreError, match=r"publish policy in .*: .*Permission denied; .* umask 002 .*\[not-permitted\]"
+    ):
         publish(store)
 
 
@@ -245,7 +248,7 @@ with store.staging() as staging:
 """
 
 
-def test_two_processes_that_publish_at_once_leave_one_artifact(store):
+def test_publish_by_two_processes_at_once_leaves_one_artifact(store):
     command = [sys.executable, "-c", PUBLISHER, str(store.root), str(time.time() + 1.5)]
     publishers = [subprocess.Popen(command) for _ in range(2)]
     assert [p.wait(60) for p in publishers] == [0, 0]
@@ -265,7 +268,7 @@ with Store(Path(sys.argv[1])).lock("policy", "k"):
 """
 
 
-def test_a_key_has_one_writer_and_its_death_frees_it(store):
+def test_lock_of_a_key_has_one_holder_and_is_free_after_its_death(store):
     def locker() -> "subprocess.Popen[str]":
         arguments = [sys.executable, "-c", LOCKER, str(store.root)]
         return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -284,7 +287,7 @@ def test_a_key_has_one_writer_and_its_death_frees_it(store):
     first.communicate()
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_write_durably_that_fails_keeps_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     write_durably(path, b"before")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))

@@ -1,8 +1,7 @@
-"""A process killed at any step of publishing leaves nothing or the whole artifact, and never harms what was there.
+"""A process killed at any step of publishing leaves no artifact or an intact one, and does not change others.
 
-In the manner of SQLite's crash tests: the child counts its own steps, here every call into the operating system and, at random,
-every line of Python, and ends itself at the n-th without a chance to tidy up. The parent then looks at what is left, as any
-reader would, and publishes once more.
+As in SQLite's crash tests, the child counts its steps: every system call, or every line of Python. It kills itself at step n,
+without cleaning up. The parent then checks the store as a reader, and publishes once more.
 """
 
 import json
@@ -26,7 +25,7 @@ FILES = {"config.json": b"{}", "part/one.bin": b"1" * 70_000, "part/two.bin": b"
 DERIVATION = Derivation(kind="policy", code_version="1", inputs={}, settings={})
 FINGERPRINT, OTHER = "f" * 64, "e" * 64
 KILLED = 9
-# The calls that change something outside the process; dying in any other is dying between two of these.
+# Calls with an effect outside the process; a kill in any other call is a kill between two of these.
 CHANGING = {
     "open",
     "write",
@@ -52,7 +51,7 @@ def publish(store: Store, fingerprint: str = FINGERPRINT, version: str = "1") ->
 
 
 def in_child(work: Callable[[], Any]) -> int:
-    """Do `work` in a fork of this process; its exit status."""
+    """Run `work` in a fork of this process; return the exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -64,27 +63,27 @@ def in_child(work: Callable[[], Any]) -> int:
 
 
 class Steps:
-    """Counts steps, tells each to `seen`, and ends the process at step `fatal`."""
+    """Counts steps, appends each to `seen`, and ends the process at step `fatal`."""
 
     def __init__(self, fatal: int | None = None, seen: list[str] | None = None) -> None:
         self.count, self.fatal, self.seen = 0, fatal, seen
 
     def system_calls(self, frame: FrameType, event: str, called: Any) -> None:
-        """For sys.setprofile: one step before a call into the operating system, and one after it."""
+        """For sys.setprofile: count one step before a system call, and one after it."""
         if event in ("c_call", "c_return") and called.__name__ in CHANGING and not isinstance(called.__self__, str):
             self._step(f"{event} {called.__name__}")
 
     def lines(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace: one step a line of this project's code."""
+        """For sys.settrace: count one step per line of this project's code."""
         if "contract" not in frame.f_code.co_filename:
             return None
         self._step(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return self.lines
 
-    def _step(self, what: str) -> None:
+    def _step(self, name: str) -> None:
         self.count += 1
         if self.seen is not None:
-            self.seen.append(what)
+            self.seen.append(name)
         if self.count == self.fatal:
             os._exit(KILLED)
 
@@ -101,19 +100,19 @@ def by_lines(store: Store, steps: Steps) -> None:
     sys.settrace(None)
 
 
-def count_steps(place: Path, way: Callable[[Store, Steps], None], prepare: Callable[[Store], None]) -> list[str]:
-    publish(Store(place / "first"))  # what is done once in a process is no step of each publication
-    store = Store(place / "counting")
+def count_steps(folder: Path, run: Callable[[Store, Steps], None], prepare: Callable[[Store], None]) -> list[str]:
+    publish(Store(folder / "first"))  # steps done once per process, such as imports, do not count
+    store = Store(folder / "counting")
     prepare(store)
     seen: list[str] = []
-    written = place / "steps.json"
+    report = folder / "steps.json"
 
     def work() -> None:
-        way(store, Steps(seen=seen))
-        written.write_text(json.dumps(seen))
+        run(store, Steps(seen=seen))
+        report.write_text(json.dumps(seen))
 
     assert in_child(work) == 0
-    steps: list[str] = json.loads(written.read_text())
+    steps: list[str] = json.loads(report.read_text())
     return steps
 
 
@@ -125,103 +124,102 @@ def another_artifact(store: Store) -> None:
     publish(store, OTHER, version="0")
 
 
-def a_broken_one(store: Store) -> None:
+def a_corrupt_one(store: Store) -> None:
     publish(store)
     path = store.folder("policy", FINGERPRINT) / "weights.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
-def demand_nothing_or_all(store: Store) -> None:
-    """What any reader can come upon is whole; and another publisher finds its way through what is left."""
-    found = store.find("policy", DERIVATION.key)
+def check_nothing_or_all(store: Store) -> None:
+    """Check that readers find intact artifacts only, and that another process can publish."""
+    left_artifact = store.find("policy", DERIVATION.key)
     for name in store.fingerprints("policy"):
         artifact = store.open("policy", name)
         assert {n: (artifact.folder / n).read_bytes() for n in artifact.manifest.files} == FILES
-    if found is None:
+    if left_artifact is None:
         publish(store)
-    again = store.find("policy", DERIVATION.key)
-    assert again is not None and again.file("weights.bin").read_bytes() == FILES["weights.bin"]
+    artifact = store.find("policy", DERIVATION.key)
+    assert artifact is not None and artifact.file("weights.bin").read_bytes() == FILES["weights.bin"]
     with store.staging():
-        left = [path.name for path in (store.root / "staging").iterdir()]
-        assert len(left) == 2, f"of the dead process is left: {left}"
+        names = [path.name for path in (store.root / "staging").iterdir()]
+        assert len(names) == 2, f"files of the dead process remain: {names}"
     assert not [path for path in (store.root / "keys").rglob("*") if path.is_file() and path.suffix != ".json"]
 
 
-def at_every_call(place: Path, prepare: Callable[[Store], None]) -> None:
-    steps = count_steps(place, by_system_calls, prepare)
+def at_every_call(folder: Path, prepare: Callable[[Store], None]) -> None:
+    steps = count_steps(folder, by_system_calls, prepare)
     assert len(steps) > 50
     outcomes = set()
     for fatal in range(1, len(steps) + 1):
-        store = Store(place / str(fatal))
+        store = Store(folder / str(fatal))
         prepare(store)
         assert in_child(partial(by_system_calls, store, Steps(fatal))) == KILLED
         outcomes.add(store.find("policy", DERIVATION.key) is not None)
-        demand_nothing_or_all(store)
+        check_nothing_or_all(store)
         assert prepare is nothing or store.open("policy", OTHER)
     assert outcomes == {False, True}, "some kills came before the key was recorded, some after"
 
 
-def at_random_lines(place: Path, prepare: Callable[[Store], None]) -> None:
-    steps = len(count_steps(place, by_lines, prepare))
+def at_random_lines(folder: Path, prepare: Callable[[Store], None]) -> None:
+    steps = len(count_steps(folder, by_lines, prepare))
     draw = random.Random(0)
     for number in range(100):
-        store = Store(place / str(number))
+        store = Store(folder / str(number))
         prepare(store)
         fatal = draw.randint(1, steps)
         assert in_child(partial(by_lines, store, Steps(fatal))) == KILLED
-        demand_nothing_or_all(store)
+        check_nothing_or_all(store)
 
 
-def while_repairing(place: Path, prepare: Callable[[Store], None]) -> None:
-    for fatal in range(1, len(count_steps(place, by_system_calls, prepare)) + 1, 3):
-        store = Store(place / str(fatal))
+def while_repairing(folder: Path, prepare: Callable[[Store], None]) -> None:
+    for fatal in range(1, len(count_steps(folder, by_system_calls, prepare)) + 1, 3):
+        store = Store(folder / str(fatal))
         prepare(store)
         assert in_child(partial(by_system_calls, store, Steps(fatal))) == KILLED
         publish(store)
-        demand_nothing_or_all(store)
+        check_nothing_or_all(store)
 
 
 ORDERED = ("flush", "fsync", "rename", "replace")
 
 
-def in_order(place: Path, prepare: Callable[[Store], None]) -> None:
-    steps = [step.split() for step in count_steps(place, by_system_calls, prepare)]
+def in_order(folder: Path, prepare: Callable[[Store], None]) -> None:
+    steps = [step.split() for step in count_steps(folder, by_system_calls, prepare)]
     order = [name for event, name in steps if event == "c_return" and name in ORDERED]
-    staged = ["fsync"] * (len(FILES) + 2)  # every file, and the two folders they are in
+    staged = ["fsync"] * (len(FILES) + 2)  # every file, and their two folders
     small_file = ["flush", "fsync", "replace", "fsync"]  # its bytes, its name, its folder
     assert order == [*staged, *small_file, "rename", "fsync", *small_file], order
 
 
-def apart(trial: Callable[..., None], prepare: Callable[[Store], None] = nothing) -> None:
-    """Run a trial in a small process, of which hundreds of forks are cheap, and in memory: a kill asks nothing of a disk."""
+def run_in_process(trial: Callable[..., None], prepare: Callable[[Store], None] = nothing) -> None:
+    """Run a trial in a small process, because its hundreds of forks are cheap, and in memory: kills need no disk."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as place:
-        command = [sys.executable, __file__, trial.__name__, place, prepare.__name__]
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        command = [sys.executable, __file__, trial.__name__, folder, prepare.__name__]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("prepare", [nothing, another_artifact])
-def test_killed_at_every_call_into_the_operating_system(prepare):
-    apart(at_every_call, prepare)
+def test_publish_killed_at_every_system_call_leaves_nothing_or_all(prepare):
+    run_in_process(at_every_call, prepare)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("prepare", [nothing, another_artifact])
-def test_killed_at_random_lines(prepare):
-    """A hundred kills each: between two calls the store's own state may be half-made."""
-    apart(at_random_lines, prepare)
+def test_publish_killed_at_random_lines_leaves_nothing_or_all(prepare):
+    """A hundred kills each: between two system calls the store's Python state may be incomplete."""
+    run_in_process(at_random_lines, prepare)
 
 
-def test_killed_while_it_repairs_a_broken_artifact():
-    """The broken one is never taken for a whole one; it is there, set aside, or replaced."""
-    apart(while_repairing, a_broken_one)
+def test_publish_killed_while_replacing_a_corrupt_artifact_leaves_nothing_or_all():
+    run_in_process(while_repairing, a_corrupt_one)
 
 
-def test_nothing_is_renamed_before_it_is_on_the_disk():
-    """Across a power cut only what was synced counts: every file and folder before the rename, the parent after it."""
-    apart(in_order)
+def test_publish_syncs_all_files_before_the_rename():
+    """Only synced files survive a power cut: every file and folder before the rename, the parent after it."""
+    run_in_process(in_order)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The store on a disk that is really full, and shared by the users of a group."""
+"""The store on a full disk, and shared by the users of a group."""
 
 import contextlib
 import fcntl
@@ -19,14 +19,14 @@ from training.contract.system.locks import is_held, try_lock
 KIND, FINGERPRINT = "policy", "f" * 64
 DERIVATION = Derivation(kind=KIND, code_version="1", inputs={}, settings={})
 
-# Run in a mount namespace of its own: a filesystem of 1 MiB, filled to the last byte at the place that is named.
+# Run in its own mount namespace: a filesystem of 1 MiB, filled to the last byte at the step `when`.
 FULL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
 import numpy as np
 from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.store import JobResult, Store
 
 disk, when = Path(sys.argv[1]), sys.argv[2]
@@ -59,9 +59,10 @@ def publish(version, digit, when=None):
 
 publish("0", b"e")
 try:
-    if when == "memo":
+    if when == "cache shard":
         fill()
-        Memo(store, "a" * 64).add(np.zeros((1000, 32), np.uint8), np.ones(1000, np.int32), np.zeros(1000, np.float32))
+        cache = LogprobCache(store, "a" * 64)
+        cache.add(np.zeros((1000, 32), np.uint8), np.ones(1000, np.int32), np.zeros(1000, np.float32))
     else:
         publish("1", b"f", when)
     sys.exit("it was published on a full disk")
@@ -76,36 +77,37 @@ assert store.find("policy", derivation("1").key) is not None
 """
 
 
-@pytest.mark.parametrize("when", ["before staging", "while writing", "while publishing", "memo"])
-def test_a_full_disk_is_told_with_place_and_room_and_harms_nothing(tmp_path, when):
-    """A real filesystem without room. Mounting one takes a namespace of one's own, which CI must allow."""
+@pytest.mark.parametrize("when", ["before staging", "while writing", "while publishing", "cache shard"])
+def test_write_on_full_disk_raises_with_path_and_free_bytes_and_keeps_the_store(tmp_path, when):
+    """A real filesystem without free space. Mounting one needs a namespace, so CI must allow namespaces."""
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK, str(tmp_path), when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    refused = done.returncode == 77 or "unshare" in done.stderr
-    if refused and os.environ.get("CI") != "true":
+    cannot_mount = done.returncode == 77 or "unshare" in done.stderr
+    if cannot_mount and os.environ.get("CI") != "true":
         pytest.skip("mounting a small filesystem is not permitted here")
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(tmp_path / "store") in done.stdout and "No space left" in done.stdout
+    assert done.stdout.endswith("[disk-full]\n")
     free = int(done.stdout.split(" bytes free")[0].rsplit("(", 1)[1].replace(",", ""))
     assert 0 <= free < 100_000
 
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
+    previous = os.umask(mask)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous)
 
 
 @pytest.mark.parametrize(
     ("mask", "file", "folder"), [(0o002, 0o664, 0o775), (0o027, 0o640, 0o750), (0o077, 0o600, 0o700)]
 )
-def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
-    """Also those of files a library wrote as its owner's alone, as safetensors does, in folders `tempfile` made."""
+def test_published_files_have_the_permissions_of_the_umask(tmp_path, mask, file, folder):
+    """safetensors writes files of 0600, and `tempfile` creates folders of 0700; they are adjusted too."""
     (tmp_path / "store").mkdir()
-    (tmp_path / "store").chmod(0o2770)  # folders in it are of its group, and stay so
+    (tmp_path / "store").chmod(0o2770)  # setgid: new folders inherit the group
     with umask(mask):
         store = Store(tmp_path / "store")
         with store.staging() as staging:
@@ -119,17 +121,17 @@ def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
     assert set(published.manifest.files) == {"part/model.safetensors"} and (published.folder / MANIFEST).is_file()
 
 
-def test_an_artifact_that_is_set_aside_can_be_read_by_the_group(tmp_path):
+def test_artifact_set_aside_is_readable_by_the_group(tmp_path):
     with umask(0o027):
         store = Store(tmp_path / "store")
         with store.staging() as staging:
             (staging / "weights").touch()
             store.publish(staging, DERIVATION, JobResult(FINGERPRINT))
-        place = store.set_aside(KIND, FINGERPRINT)
-    assert {path.stat().st_mode & 0o777 for path in (place, *place.parents[:2])} == {0o750}
+        moved = store.set_aside(KIND, FINGERPRINT)
+    assert {path.stat().st_mode & 0o777 for path in (moved, *moved.parents[:2])} == {0o750}
 
 
-def test_staging_of_the_dead_goes_and_that_of_the_living_stays(tmp_path):
+def test_staging_removes_folders_of_dead_processes_only(tmp_path):
     store = Store(tmp_path / "store")
     child = os.fork()
     if child == 0:
@@ -138,7 +140,7 @@ def test_staging_of_the_dead_goes_and_that_of_the_living_stays(tmp_path):
             os._exit(0)
     os.waitpid(child, 0)
     (dead,) = (path for path in (store.root / "staging").iterdir() if path.is_dir())
-    (odd := store.root / "staging" / "odd.lock").mkdir()  # as little to be opened as the lock of another user
+    (odd := store.root / "staging" / "odd.lock").mkdir()  # cannot be opened, like the lock of another user
     with store.staging() as first:
         assert not dead.exists()
         with store.staging() as second:
@@ -159,22 +161,21 @@ with store.lock(how.kind, how.key):
             time.sleep(0.3)
             (staging / "weights").write_bytes(b"w")
             store.publish(staging, how, JobResult("f" * 64))
-        print("made it")
+        print("published")
 """
 
 
-def test_processes_that_make_one_key_at_once_make_it_once(tmp_path):
+def test_processes_with_the_lock_of_one_key_publish_once(tmp_path):
     makers = [
         subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    said = [maker.communicate(timeout=60)[0] for maker in makers]
-    assert sorted(said) == ["", "", "", "made it\n"] and [maker.returncode for maker in makers] == [0] * 4
+    outputs = [maker.communicate(timeout=60)[0] for maker in makers]
+    assert sorted(outputs) == ["", "", "", "published\n"] and [maker.returncode for maker in makers] == [0] * 4
     assert Store(tmp_path / "store").find(KIND, DERIVATION.key) is not None
 
 
-def test_many_processes_stage_and_tidy_up_at_once(tmp_path):
-    """None of them takes a folder of the living for one of the dead."""
+def test_staging_by_many_processes_at_once_removes_no_folder_in_use(tmp_path):
     store, children = Store(tmp_path / "store"), []
     for _ in range(8):
         child = os.fork()
@@ -192,16 +193,15 @@ def test_many_processes_stage_and_tidy_up_at_once(tmp_path):
     assert list((store.root / "staging").iterdir()) == []
 
 
-def test_a_lock_survives_the_file_of_another_name(tmp_path):
-    """Keys that differ in the kind only have locks of their own."""
+def test_lock_of_one_key_under_two_kinds_is_two_locks(tmp_path):
     store = Store(tmp_path / "store")
     with store.lock("policy", "k") as one, store.lock("memo/rule", "k") as two:
         assert one.name != two.name
-        with open(one.name, "rb") as again, pytest.raises(BlockingIOError):
-            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(one.name, "rb") as reopened, pytest.raises(BlockingIOError):
+            fcntl.flock(reopened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_two_who_only_ask_for_a_lock_do_not_see_each_other(tmp_path):
+def test_is_held_ignores_other_callers_of_is_held(tmp_path):
     store = Store(tmp_path / "store")
     with store.lock("policy", "k") as held:
         path = store.lock_file("policy", "k")
@@ -211,16 +211,16 @@ def test_two_who_only_ask_for_a_lock_do_not_see_each_other(tmp_path):
         assert not is_held(path)
 
 
-@pytest.mark.parametrize("made_again", [False, True])
-def test_a_lock_file_that_goes_before_it_is_locked_is_no_lock(tmp_path, monkeypatch, made_again):
-    """Another process takes it for that of a dead one; a third may have made it anew."""
+@pytest.mark.parametrize("created_again", [False, True])
+def test_try_lock_returns_none_if_the_file_is_removed_before_it_is_locked(tmp_path, monkeypatch, created_again):
+    """Another process removes it as abandoned; a third process may create it again."""
     path, flock = tmp_path / "staged.lock", fcntl.flock
 
-    def lose(file: BinaryIO, how: int) -> None:
+    def lose(file: BinaryIO, operation: int) -> None:
         path.unlink()
-        if made_again:
+        if created_again:
             path.touch()
-        flock(file, how)
+        flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", lose)
     assert try_lock(path) is None
