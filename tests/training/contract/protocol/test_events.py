@@ -1,4 +1,4 @@
-"""Events: whatever the writer is doing, a follower gets whole events, each once, in order."""
+"""Events: at any time, a follower reads complete events, each once, in order."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "job" / "events.jsonl"
 
 
-def test_events_come_back_in_order_with_a_time(path):
+def test_read_events_returns_events_in_order_with_a_time(path):
     writer = EventWriter(path)
     writer.phase("load")
     writer.emit("step", step=1, loss=0.5)
@@ -27,21 +27,21 @@ def test_events_come_back_in_order_with_a_time(path):
     assert all(abs(time.time() - e["time"]) < 60 for e in events)
 
 
-def test_a_writer_without_a_path_writes_nothing(tmp_path):
-    EventWriter(None).note("unheard")
+def test_writer_without_a_path_writes_nothing(tmp_path):
+    EventWriter(None).note("dropped")
     EventWriter(None).rewind(3)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_may_be_no_file_yet(path):
+def test_follower_of_missing_file_yields_nothing_until_it_is_written(path):
     follower = Follower(path)
     assert list(follower.new()) == [] and list(read_events(path)) == []
     EventWriter(path).note("now")
     assert [e["text"] for e in follower.new()] == ["now"]
 
 
-def test_a_line_in_the_making_is_never_parsed(path):
-    """Every way to cut two lines in two: the follower gives what is whole, and the rest once it is."""
+def test_follower_yields_an_incomplete_line_only_once_it_is_complete(path):
+    """Two lines, cut at every byte."""
     lines = b"".join(
         json.dumps({"event": "step", "step": n, "text": "ä"}, ensure_ascii=False).encode() + b"\n" for n in (1, 2)
     )
@@ -66,7 +66,7 @@ for step in range(1, 3001):
 """
 
 
-def test_a_follower_of_another_process_gets_every_event_once(path):
+def test_follower_of_another_process_yields_every_event_once(path):
     follower, seen = Follower(path), []
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) as process:
         while process.poll() is None:
@@ -75,7 +75,7 @@ def test_a_follower_of_another_process_gets_every_event_once(path):
     assert process.returncode == 0 and seen == [(n, n % 700) for n in range(1, 3001)]
 
 
-def test_rewinding_forgets_the_steps_of_a_lost_attempt(path):
+def test_rewind_drops_later_steps(path):
     writer = EventWriter(path)
     writer.phase("train")
     for step in (1, 2, 3):
@@ -92,7 +92,7 @@ def test_rewinding_forgets_the_steps_of_a_lost_attempt(path):
     assert [e["event"] for e in follower.new()] == ["phase", "step", "note"]
 
 
-def test_rewinding_forgets_what_was_observed_since_the_checkpoint(path):
+def test_rewind_drops_evaluations_from_the_checkpoint_on(path):
     writer = EventWriter(path)
     writer.emit("eval", step=0)
     for step in (1, 2, 3):
@@ -104,7 +104,7 @@ def test_rewinding_forgets_what_was_observed_since_the_checkpoint(path):
     assert [e["step"] for e in read_events(path) if e["event"] == "eval"] == [0, 2]
 
 
-def test_an_attempt_taken_up_again_goes_on_after_the_last_whole_line(path):
+def test_kept_file_continues_after_its_last_complete_line(path):
     EventWriter(path).emit("step", step=1, loss=1.0)
     with open(path, "ab") as file:
         file.write(b'{"event": "step", "step": 2, "lo')
@@ -118,7 +118,7 @@ def test_an_attempt_taken_up_again_goes_on_after_the_last_whole_line(path):
     )
 
 
-def test_a_new_attempt_in_the_same_file_is_followed_from_its_start(path):
+def test_follower_restarts_when_a_new_attempt_overwrites_the_file(path):
     follower = Follower(path)
     first = EventWriter(path)
     first.note("a long note of the first attempt")
@@ -127,7 +127,7 @@ def test_a_new_attempt_in_the_same_file_is_followed_from_its_start(path):
     assert [e["text"] for e in follower.new()] == ["2nd"]
 
 
-def test_a_number_that_is_none_is_refused_before_anything_is_written(path):
+def test_emit_of_nan_raises_and_writes_nothing(path):
     writer = EventWriter(path)
     with pytest.raises(ValueError, match="JSON"):
         writer.emit("step", step=1, loss=float("nan"))
@@ -135,7 +135,7 @@ def test_a_number_that_is_none_is_refused_before_anything_is_written(path):
     assert [e["text"] for e in read_events(path)] == ["after"]
 
 
-def test_progress_ends_at_its_total_and_says_what_is_left(path):
+def test_progress_ends_at_its_total_with_zero_seconds_left(path):
     progress = Progress(EventWriter(path), total=1000, unit="rows")
     for _ in range(1000):
         progress.advance()
@@ -144,16 +144,16 @@ def test_progress_ends_at_its_total_and_says_what_is_left(path):
     assert len(earlier) < 20, "at most twice a second"
 
 
-def test_progress_beyond_its_total_is_told_no_more(path):
-    """Rows that were counted by other code: one that counts too few must not cost a line a row, or give negative seconds."""
+def test_progress_beyond_its_total_is_not_reported(path):
+    """Other code counts the total. A count that is too low must not cause a line per row, or negative seconds."""
     progress = Progress(EventWriter(path), total=2, unit="rows")
     for _ in range(1000):
         progress.advance()
     assert [(e["done"], e["total"], e["seconds_left"]) for e in read_events(path)] == [(2, 2, 0)]
 
 
-def test_the_time_left_is_of_this_attempt_alone(path):
-    """A quarter done before; 25 more in about 0.6 s: 50 are left, so about 1.2 s, not the 0.6 of an average over 50."""
+def test_progress_estimates_the_time_left_from_this_attempt_alone(path):
+    """25 rows done earlier, 25 more in about 0.6 s: the 50 left need about 1.2 s; an average over 50 would give 0.6 s."""
     progress = Progress(EventWriter(path), total=100, unit="rows", done=25)
     time.sleep(0.6)
     progress.advance(25)

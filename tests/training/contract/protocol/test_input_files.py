@@ -1,9 +1,10 @@
-"""What a job reads is what was hashed: a file that was another meanwhile is refused by name, and any other is read once.
+"""A job's input files: a changed file raises an error with its name; unchanged files are not hashed again.
 
-The oracle is the order of the edits. The hash that a file has at the end proves nothing of what was read in between.
+The oracle is the order of the edits. The last hash of a file does not prove its content during the reading.
 """
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -29,9 +30,9 @@ _OPENED: list[str] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
-def noting_what_is_opened() -> None:
-    """For good, since no hook of this kind can be taken away."""
-    sys.addaudithook(lambda event, given: _OPENED.append(str(given[0])) if event == "open" else None)
+def record_opened_files() -> None:
+    """Record opened files for the rest of the session: an audit hook cannot be removed."""
+    sys.addaudithook(lambda event, arguments: _OPENED.append(str(arguments[0])) if event == "open" else None)
 
 
 @pytest.fixture
@@ -51,20 +52,21 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Input:
-    how, store = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings={}), Store(tmp_path / "store")
+    derivation = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings={})
+    store = Store(tmp_path / "store")
     with store.staging() as staging:
         (staging / PAIRS).write_bytes(b"tokens")
-        made = store.publish(staging, how, JobResult("a" * 64))
-    return Input(kind=how.kind, fingerprint=made.fingerprint, folder=made.folder)
+        artifact = store.publish(staging, derivation, JobResult("a" * 64))
+    return Input(kind=derivation.kind, fingerprint=artifact.fingerprint, folder=artifact.folder)
 
 
 @pytest.fixture
 def job(tmp_path: Path, model: Path, pairs: Input) -> Job:
-    """As the launching side describes it, with the stamps of files that were written long before."""
+    """Return a job as the launcher describes it, with stamps."""
     of_model = Input(kind="reference_model", fingerprint=weights_fingerprint(weights_identity(model)), folder=model)
     stamps = {"reference_model": model_stamps(model), "tokenized_pairs": artifact_stamps(pairs.folder)}
-    given = {"reference_model": of_model, "tokenized_pairs": pairs}
-    return job_in(tmp_path, "policy", Compute()).model_copy(update={"inputs": given, "stamps": stamps})
+    inputs = {"reference_model": of_model, "tokenized_pairs": pairs}
+    return job_in(tmp_path, "policy", Compute()).model_copy(update={"inputs": inputs, "stamps": stamps})
 
 
 def wait_until_settled(job: Job) -> None:
@@ -73,7 +75,7 @@ def wait_until_settled(job: Job) -> None:
 
 
 def rewritten(file: Path, content: bytes | None = None) -> None:
-    """Other content in the same file, by default the same."""
+    """Write `content`, by default the same, into the same file."""
     content = file.read_bytes() if content is None else content
     time.sleep(0.02)  # another tick of the clock
     with open(file, "r+b") as opened:
@@ -88,49 +90,49 @@ def replaced(file: Path, content: bytes | None = None) -> None:
 
 
 def there_and_back(file: Path) -> None:
-    before = file.read_bytes()
-    rewritten(file, bytes(len(before)))
-    rewritten(file, before)
+    content = file.read_bytes()
+    rewritten(file, bytes(len(content)))
+    rewritten(file, content)
 
 
 def other_weights(file: Path) -> None:
     save_file({"weight": torch.ones(6)}, file)
 
 
-def test_files_that_nobody_touched_are_not_read_again(job: Job, opened: list[str]) -> None:
+def test_verify_of_unchanged_files_reads_none_of_them(job: Job, opened: list[str]) -> None:
     wait_until_settled(job)
     opened.clear()
     inputs = InputFiles(job)
     inputs.verify()
     inputs.check_inputs_unchanged()
-    names = {str(given.folder / name) for given in job.inputs.values() for name in (WEIGHTS, PAIRS)}
+    names = {str(source.folder / name) for source in job.inputs.values() for name in (WEIGHTS, PAIRS)}
     assert names.isdisjoint(opened)
 
 
 @pytest.mark.parametrize("stamps", [{}, {"tokenized_pairs": {}}], ids=["of no input", "of no file"])
-def test_files_without_a_stamp_are_hashed(job: Job, opened: list[str], stamps: dict[str, object]) -> None:
-    """As those are that changed just before they were hashed: another change might have left the same stamp."""
+def test_verify_hashes_files_without_a_stamp(job: Job, opened: list[str], stamps: dict[str, object]) -> None:
+    """Files too young for a trusted stamp have none: a second change might leave the same stamp."""
     InputFiles(job.model_copy(update={"stamps": stamps})).verify()
     assert str(job.inputs["tokenized_pairs"].folder / PAIRS) in opened
     assert str(job.inputs["reference_model"].folder / WEIGHTS) in opened
     rewritten(job.inputs["tokenized_pairs"].folder / PAIRS, b"others")
-    with pytest.raises(DataError, match=r"tokens?_?\S* changed after it was hashed"):
+    with pytest.raises(DataError, match=rf"{'a' * 64}.* changed after it was hashed.*\[file-changed\]"):
         InputFiles(job.model_copy(update={"stamps": stamps})).verify()
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, Path.touch, lambda file: file.chmod(0o600), there_and_back])
 @pytest.mark.parametrize("name", ["reference_model", "tokenized_pairs"])
-def test_before_anything_is_read_the_same_content_will_do(job: Job, name: str, change: Callable[[Path], None]) -> None:
+def test_verify_accepts_a_rewritten_file_with_equal_content(
+    job: Job, name: str, change: Callable[[Path], None]
+) -> None:
     change(job.inputs[name].folder / (PAIRS if name == "tokenized_pairs" else WEIGHTS))
     InputFiles(job).verify()
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced])
-def test_other_content_than_was_hashed_is_refused_by_name(job: Job, change: Callable[[Path, bytes], None]) -> None:
+def test_verify_of_other_content_raises_with_name(job: Job, change: Callable[[Path, bytes], None]) -> None:
     change(file := job.inputs["tokenized_pairs"].folder / PAIRS, b"others")
-    with pytest.raises(
-        DataError, match=rf"{file} changed after it was hashed: .*sha256.*; run again once it is written"
-    ):
+    with pytest.raises(DataError, match=rf"{file} changed after .*sha256 \w{{12}}; .*\w{{12}}; .*\[file-changed\]"):
         InputFiles(job).verify()
 
 
@@ -139,23 +141,23 @@ def test_other_content_than_was_hashed_is_refused_by_name(job: Job, change: Call
     [(WEIGHTS, other_weights), (WEIGHTS, Path.unlink), ("config.json", lambda file: file.write_text("{}"))],
     ids=["other weights", "none", "another config"],
 )
-def test_another_model_than_was_hashed_is_refused_by_name(job: Job, name: str, change: Callable[[Path], None]) -> None:
+def test_verify_of_changed_model_raises_with_name(job: Job, name: str, change: Callable[[Path], None]) -> None:
     change(file := job.inputs["reference_model"].folder / name)
-    with pytest.raises(DataError, match=rf"{file} changed after it was hashed: "):
+    with pytest.raises(DataError, match=rf"{file} changed after it was hashed: .*\[file-changed\]"):
         InputFiles(job).verify()
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, Path.touch, there_and_back, Path.unlink])
-def test_what_may_have_been_another_while_it_was_read_is_refused(job: Job, change: Callable[[Path], None]) -> None:
+def test_check_inputs_unchanged_of_written_file_raises_with_name(job: Job, change: Callable[[Path], None]) -> None:
     inputs = InputFiles(job)
     inputs.verify()
     change(file := job.inputs["tokenized_pairs"].folder / PAIRS)
-    with inputs.watched(), pytest.raises(DataError, match=rf"{file} changed while it was read; run again"):
+    with inputs.watched(), pytest.raises(DataError, match=rf"{file} changed while it was read; .*\[file-changed\]"):
         check_inputs_unchanged()
 
 
-def test_links_and_permissions_make_no_other_content(job: Job) -> None:
-    """A backup by hard links, or `chmod -R`. The file is hashed again, once."""
+def test_check_inputs_unchanged_accepts_new_links_and_permissions(job: Job) -> None:
+    """A backup by hard links, or `chmod -R`, only causes another hashing."""
     inputs = InputFiles(job)
     inputs.verify()
     file = job.inputs["tokenized_pairs"].folder / PAIRS
@@ -164,31 +166,29 @@ def test_links_and_permissions_make_no_other_content(job: Job) -> None:
     inputs.check_inputs_unchanged()
 
 
-def test_other_content_behind_the_same_time_is_seen_when_it_is_hashed_again(job: Job) -> None:
-    """As `cp -p` leaves it. The change time tells, which no program can choose."""
+def test_check_inputs_unchanged_of_other_content_with_same_modification_time_raises(job: Job) -> None:
+    """`cp -p` resets the modification time, but programs cannot choose the change time."""
     inputs = InputFiles(job)
     inputs.verify()
     file = job.inputs["tokenized_pairs"].folder / PAIRS
-    before = file.stat()
+    status = file.stat()
     rewritten(file, b"others")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(DataError, match=rf"{file} changed after it was hashed: "):
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DataError, match=rf"{file} changed after it was hashed: .*\[file-changed\]"):
         inputs.check_inputs_unchanged()
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, other_weights, Path.unlink, there_and_back])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_model_that_changes_while_it_is_read_is_refused(
-    job: Job, known: bool, change: Callable[[Path], None]
-) -> None:
-    """Of a known input, or of any other folder; whatever the reading itself makes of it."""
+def test_reading_a_model_that_changes_meanwhile_raises(job: Job, known: bool, change: Callable[[Path], None]) -> None:
+    """The model is an input or in another folder, and the reading itself succeeds or fails."""
     file = job.inputs["reference_model"].folder / WEIGHTS
     inputs = InputFiles(job if known else job.model_copy(update={"inputs": {}}))
     for fails in (False, True):
         shutil.copytree(file.parent, aside := file.parents[1] / "aside")
         with (
             inputs.watched(),
-            pytest.raises(ModelError, match=rf"{file} changed while it was read"),
+            pytest.raises(ModelError, match=rf"{file} changed while it was read; .*\[file-changed\]"),
             reading(file.parent),
         ):
             change(file)
@@ -199,17 +199,15 @@ def test_a_model_that_changes_while_it_is_read_is_refused(
         inputs = InputFiles(job if known else job.model_copy(update={"inputs": {}}))
 
 
-def test_what_is_wrong_with_a_model_that_nobody_touched_is_told_as_it_is(job: Job) -> None:
+def test_reading_an_unchanged_model_passes_errors_on(job: Job) -> None:
     with InputFiles(job).watched(), pytest.raises(ValueError, match="half a header"):  # noqa: SIM117
         with reading(job.inputs["reference_model"].folder):
             raise ValueError("half a header")
 
 
 @pytest.mark.parametrize("change", [other_weights, replaced, Path.unlink, lambda file: shutil.rmtree(file.parent)])
-def test_a_model_that_changes_once_it_was_read_does_no_harm_and_is_named(
-    job: Job, change: Callable[[Path], None]
-) -> None:
-    """Not so if it is read a second time."""
+def test_model_that_changes_after_reading_is_only_listed(job: Job, change: Callable[[Path], None]) -> None:
+    """Reading it a second time raises."""
     inputs, file = InputFiles(job), job.inputs["reference_model"].folder / WEIGHTS
     inputs.verify()
     with inputs.watched():
@@ -218,15 +216,16 @@ def test_a_model_that_changes_once_it_was_read_does_no_harm_and_is_named(
         assert inputs.changed_models() == []
         change(file)
         check_inputs_unchanged()
-        [named] = inputs.changed_models()
-        assert str(file) in named
+        [paths] = inputs.changed_models()
+        assert str(file) in paths
         if change is not replaced:
-            with pytest.raises(ModelError, match=f"{file} changed after it was hashed"), reading(file.parent):
+            message = rf"{file} changed after it was hashed: .*\[file-changed\]"
+            with pytest.raises(ModelError, match=message), reading(file.parent):
                 pass
 
 
-def test_a_model_that_nobody_reads_may_change(job: Job) -> None:
-    """As where the memo knows every sequence."""
+def test_check_inputs_unchanged_ignores_a_model_that_is_not_read(job: Job) -> None:
+    """For example, if the log-prob cache holds every sequence."""
     inputs = InputFiles(job)
     inputs.verify()
     other_weights(job.inputs["reference_model"].folder / WEIGHTS)
@@ -235,18 +234,18 @@ def test_a_model_that_nobody_reads_may_change(job: Job) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference_model", "tokenized_pairs"])
-def test_a_file_that_changed_is_blamed_for_what_half_of_it_led_to(job: Job, name: str) -> None:
-    """Wherever it was read. What nobody touched is not blamed, nor is a model that was read before."""
+def test_blamed_replaces_an_error_if_an_unread_file_has_changed(job: Job, name: str) -> None:
+    """Unchanged files, and models already read, do not replace the error."""
     file = job.inputs[name].folder / (WEIGHTS if name == "reference_model" else PAIRS)
     inputs = InputFiles(job)
     inputs.verify()
     with pytest.raises(ValueError, match="half a header"), inputs.blamed():
         raise ValueError("half a header")
     rewritten(file)
-    with pytest.raises(DataError, match=f"{file} changed while it was read"), inputs.blamed():
+    with pytest.raises(DataError, match=rf"{file} changed while it was read; .*\[file-changed\]"), inputs.blamed():
         raise ValueError("half a header")
     for error in (RuntimeError("connection closed"), ModelError("another reason")):
-        with pytest.raises(type(error), match=str(error)), inputs.blamed():
+        with pytest.raises(type(error), match=re.escape(str(error))), inputs.blamed():
             raise error
     if name == "reference_model":
         inputs.verify()
@@ -257,20 +256,20 @@ def test_a_file_that_changed_is_blamed_for_what_half_of_it_led_to(job: Job, name
             raise ValueError("half a header")
 
 
-def test_the_champion_is_hashed_where_the_job_begins(job: Job, model: Path) -> None:
-    """Its folder is a location and no input, so no stamp of it is in the job."""
+def test_verify_hashes_the_champion(job: Job, model: Path) -> None:
+    """Its folder is a location, not an input, so the job lacks its stamps."""
     fingerprint = job.inputs["reference_model"].fingerprint
     shutil.copytree(model, champion := model.with_name("champion"))
-    where = {"locations": {"champion": str(champion)}, "settings": {"champion": fingerprint}}
-    job = job.model_copy(update=where)
+    changes = {"locations": {"champion": str(champion)}, "settings": {"champion": fingerprint}}
+    job = job.model_copy(update=changes)
     InputFiles(job).verify()
     other_weights(champion / WEIGHTS)
-    with pytest.raises(DataError, match=f"{champion} changed after it was hashed"):
+    with pytest.raises(DataError, match=rf"{champion} changed after it was hashed: .*\[file-changed\]"):
         InputFiles(job).verify()
 
 
-def test_another_rank_takes_stamps_of_its_own(job: Job, opened: list[str]) -> None:
-    """On another machine the same disk has another number, and not every rank shall hash a large model."""
+def test_rank_other_than_0_takes_its_own_stamps(job: Job, opened: list[str]) -> None:
+    """On another machine the same disk has another number, and the ranks must not all hash a large model."""
     stamps = {name: {file: (stamp[0] + 1, *stamp[1:]) for file, stamp in of.items()} for name, of in job.stamps.items()}
     elsewhere = job.model_copy(update={"stamps": stamps})
     wait_until_settled(job)
@@ -282,15 +281,15 @@ def test_another_rank_takes_stamps_of_its_own(job: Job, opened: list[str]) -> No
     assert str(job.inputs["reference_model"].folder / WEIGHTS) in opened
 
 
-def test_a_job_that_nobody_vouches_for_sees_changes_from_its_start_on(job: Job) -> None:
+def test_job_without_stamps_detects_changes_after_its_start(job: Job) -> None:
     inputs = InputFiles(job.model_copy(update={"stamps": None}))
     inputs.verify()
     rewritten(file := job.inputs["tokenized_pairs"].folder / PAIRS)
-    with pytest.raises(DataError, match=rf"{file} changed while it was read"):
+    with pytest.raises(DataError, match=rf"{file} changed while it was read; .*\[file-changed\]"):
         inputs.check_inputs_unchanged()
 
 
-def test_outside_of_a_job_there_is_nothing_to_compare(model: Path) -> None:
+def test_check_inputs_unchanged_outside_of_a_job_passes(model: Path) -> None:
     check_inputs_unchanged()
     with reading(model):
         pass

@@ -1,4 +1,4 @@
-"""The file that describes a job: whoever reads it finds a whole one, and by its kind what the job is given."""
+"""The file `job.json`, and the processes of each kind of job."""
 
 import os
 from pathlib import Path
@@ -15,8 +15,8 @@ def job_in(folder: Path, kind: JobKind, compute: Compute) -> Job:
     )  # fmt: skip
 
 
-def test_a_job_that_is_written_again_replaces_its_file_in_one_step(tmp_path: Path):
-    """Written in place, the bytes under the second name of the file would have changed as well."""
+def test_write_replaces_the_file_in_one_step(tmp_path: Path):
+    """Writing in place would also change the hard link."""
     job = job_in(tmp_path, "policy", Compute())
     os.link(job.write(), tmp_path / "before.json")
     later = job.model_copy(update={"settings": {"seed": 1}})
@@ -25,8 +25,8 @@ def test_a_job_that_is_written_again_replaces_its_file_in_one_step(tmp_path: Pat
     assert [path.name for path in job.folder.iterdir()] == ["job.json"]
 
 
-def test_work_with_models_is_shared_among_all_processes_and_work_on_data_is_not(tmp_path: Path):
-    """And a model in training has time to be saved when its job is stopped, which no other work needs."""
+def test_jobs_with_models_have_all_processes_and_training_has_grace_seconds(tmp_path: Path):
+    """Jobs on data run in one process. Only training needs time to save a checkpoint when it is stopped."""
     compute = Compute(nodes=2, processes_per_node=4, grace_seconds=17)
     alone = dict.fromkeys(("preferences", "tokenizer", "release_files", "pairs", "merge"), (1, 1, 1))
     scoring = dict.fromkeys(("reference", "evaluation", "proof"), (2, 4, 1))
