@@ -1,26 +1,27 @@
-"""When an asset is materialized automatically: once for every change of content, never for a repetition.
+"""The automation condition of assets: materialize once for every change of content.
 
-    cause          the asset's code version changed (its algorithm, or fields of the recipe that it reads); or the data version
-                   of a dependency did; or a dependency is requested at this tick; or the asset went missing; or blocking
-                   checks that had failed have passed
-    and            its latest materialization has another code version, or was made from other data versions, than those of
-                   now, and no person has stopped the last run that was to make it, unless something has changed since; or a
-                   dependency is requested at this tick
-    and            no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
+An asset is requested if all of the following hold:
+
+    cause          the asset's code version changed (its algorithm, or fields of the recipe it reads); or the data version of
+                   a dependency changed; or a dependency is requested at this tick; or the asset went missing; or blocking
+                   checks passed after a failure
+    need           its latest materialization has another code version, or other data versions of inputs, than now, and the
+                   user did not stop the last run that planned it, unless something changed since; or a dependency is
+                   requested at this tick
+    readiness      no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
                    dependency has failed
 
-A run that a person stops (its status is CANCELED) has handled every cause that is older than its end. What it was to make is
-requested again only after something of the recipe has changed since: the code version or the data version of any asset. A
-change between the end of the run and the tick before counts as newer than the end.
+A run stopped by the user (status CANCELED) has handled all causes older than its end. Its assets are requested again only after
+a code version or data version of any asset of the recipe changes. A change between the end of the run and the previous tick
+counts as newer than the end.
 
-A cause is remembered until the asset is requested, so one that arises during a run, or while a check has failed, is handled
-afterwards. The end of a materialization does not handle it, since that may have begun before the cause arose: the data
-versions it was made from tell. Nor does a request that is older than the cause, though Dagster sees both at one tick. What
-failed is requested again only if something upstream has changed since.
+A cause is kept until the asset is requested. So a cause that arises during a run, or while a check has failed, is handled
+afterwards. The end of a materialization does not handle it, because the materialization may have begun earlier; the data
+versions of its inputs decide. A request older than the cause does not handle it either, though Dagster sees both at one tick.
+Failed assets are requested again only after a change upstream.
 
-Since requested dependencies count, one change gives one run of everything downstream, in which the store answers for
-whatever the change does not affect. `AutomationCondition.eager()` would not do: it fires for every materialization,
-identical or not.
+Because requested dependencies count, one change leads to one run of all assets downstream. Unaffected assets are reused from
+the store in it. `AutomationCondition.eager()` does not fit: it fires for every materialization, identical or not.
 """
 
 import functools
@@ -38,8 +39,8 @@ _Condition = dg.AutomationCondition
 _NO_RUN = "-"  # in a cursor
 
 
-class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
-    """What Dagster's UI calls stale or missing, for which it has no condition."""
+class _StaleOrMissing(dg.AutomationCondition[dg.AssetKey]):
+    """The states stale and missing of Dagster's UI, for which Dagster lacks a condition."""
 
     @property
     def name(self) -> str:
@@ -47,20 +48,21 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
         node = context.asset_graph.get(context.key)
-        recorded = _seen(context.asset_graph_view, context.key.path[0]).recorded
-        made = recorded[context.key]
-        is_of_now = (
-            made.fingerprint is not None
-            and made.code_version == node.code_version
-            and all(made.input_version(key) == recorded[key].fingerprint for key in node.parent_keys)
+        recorded = _read_records(context.asset_graph_view, context.key.path[0]).recorded
+        latest = recorded[context.key]
+        is_fresh = (
+            latest.fingerprint is not None
+            and latest.code_version == node.code_version
+            and all(latest.input_version(key) == recorded[key].fingerprint for key in node.parent_keys)
         )
-        return dg.AutomationResult(context, context.get_empty_subset() if is_of_now else context.candidate_subset)
+        return dg.AutomationResult(context, context.get_empty_subset() if is_fresh else context.candidate_subset)
 
 
 class _Stopped(dg.AutomationCondition[dg.AssetKey]):
-    """Whether a person has stopped the last run that was to make the asset, and nothing of its recipe has changed since.
+    """The user stopped the last run that planned the asset, and its recipe has not changed since.
 
-    The cursor has the run, the code at its end, and the code at this tick. The code at the end is that of the tick before.
+    The cursor holds the run, the code at its end, and the code at this tick, separated by spaces. The code of the previous tick
+    counts as the code at the end.
     """
 
     @property
@@ -68,61 +70,62 @@ class _Stopped(dg.AutomationCondition[dg.AssetKey]):
         return "stopped"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
-        seen = _seen(context.asset_graph_view, context.key.path[0])
-        stop = seen.stops.get(seen.recorded[context.key].last_run or "")
-        codes = {key: context.asset_graph.get(key).code_version or "" for key in seen.recorded}
-        now = short(fingerprint("codes", sorted(codes.values())))
-        known, then, before = (context.cursor or f"{_NO_RUN} {now} {now}").split(" ")
+        records = _read_records(context.asset_graph_view, context.key.path[0])
+        stop = records.stops.get(records.recorded[context.key].last_run or "")
+        codes = {key: context.asset_graph.get(key).code_version or "" for key in records.recorded}
+        code = short(fingerprint("codes", sorted(codes.values())))
+        cursor_run, code_at_end, previous_code = (context.cursor or f"{_NO_RUN} {code} {code}").split(" ")
         if stop is None:
-            return dg.AutomationResult(context, context.get_empty_subset(), cursor=f"{_NO_RUN} {now} {now}")
-        then = then if known == stop.run else before
-        is_as_then = (now == then or stop.was_to_use(codes)) and not seen.has_changed_since(stop)
-        subset = context.candidate_subset if is_as_then else context.get_empty_subset()
-        return dg.AutomationResult(context, subset, cursor=f"{stop.run} {then} {now}")
+            return dg.AutomationResult(context, context.get_empty_subset(), cursor=f"{_NO_RUN} {code} {code}")
+        code_at_end = code_at_end if cursor_run == stop.run else previous_code
+        is_unchanged = (code == code_at_end or stop.was_to_use(codes)) and not records.has_changed_since(stop)
+        subset = context.candidate_subset if is_unchanged else context.get_empty_subset()
+        return dg.AutomationResult(context, subset, cursor=f"{stop.run} {code_at_end} {code}")
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What Dagster has recorded of a pipeline, and the runs among them that a person has stopped, by id."""
+class _Records:
+    """Dagster's records of a pipeline: latest materializations, and their last runs stopped by the user, by id."""
 
     instance: dg.DagsterInstance
     recorded: dict[dg.AssetKey, Materialization]
     stops: dict[str, StoppedRun]
 
     def has_changed_since(self, stop: StoppedRun) -> bool:
-        """Whether an asset has another data version than at the end of that run."""
-        later = (key for key, made in self.recorded.items() if made.time > stop.time and made.run != stop.run)
+        """Return whether an asset has another data version than at the end of the stopped run."""
+        later = (key for key, latest in self.recorded.items() if latest.time > stop.time and latest.run != stop.run)
         return any(self._version_at(key, stop.time) != self.recorded[key].fingerprint for key in later)
 
     def _version_at(self, key: dg.AssetKey, time: float) -> str | None:
-        found = self.instance.fetch_materializations(dg.AssetRecordsFilter(key, before_timestamp=time), limit=1)
-        made = [event for record in found.records if (event := record.asset_materialization) is not None]
-        return Materialization.of(made[0]).fingerprint if made else None
+        page = self.instance.fetch_materializations(dg.AssetRecordsFilter(key, before_timestamp=time), limit=1)
+        events = [event for record in page.records if (event := record.asset_materialization) is not None]
+        return Materialization.of(events[0]).fingerprint if events else None
 
 
 @functools.lru_cache(maxsize=1)
-def _seen(tick: Any, pipeline: str) -> _Seen:
-    """What is recorded of a pipeline; `tick` is Dagster's view of all assets, another one each time it looks.
+def _read_records(tick: Any, pipeline: str) -> _Records:
+    """Read the records of a pipeline. `tick`: Dagster's view of all assets, a new one for each evaluation.
 
-    Asked once, and not by each asset: a hundred variants have a hundred sensors, which look twice a minute.
+    The cache makes this one query per tick, not one per asset: a hundred variants have a hundred sensors, each evaluated twice
+    a minute.
     """
     recorded = latest_of(tick.instance, [dg.AssetKey([pipeline, asset]) for asset in GRAPH])
-    return _Seen(tick.instance, recorded, find_stops(tick.instance, recorded.values()))
+    return _Records(tick.instance, recorded, find_stops(tick.instance, recorded.values()))
 
 
-_ABOVE_ANEW: dg.AutomationCondition[Any] = _Condition.any_deps_match(_Condition.will_be_requested())
+_DEPENDENCY_REQUESTED: dg.AutomationCondition[Any] = _Condition.any_deps_match(_Condition.will_be_requested())
 
 _CHANGED: dg.AutomationCondition[Any] = (
     _Condition.newly_missing()
     | _Condition.code_version_changed()
     | _Condition.any_deps_match(_Condition.data_version_changed())
-    | _ABOVE_ANEW
+    | _DEPENDENCY_REQUESTED
     | _Condition.all_deps_blocking_checks_passed().newly_true()
 )
 
 ON_CONTENT: dg.AutomationCondition[Any] = (
     _CHANGED.since((~_CHANGED & _Condition.newly_requested()) | _Condition.initial_evaluation())
-    & ((_MadeFromOthers() & ~_Stopped()) | _ABOVE_ANEW)
+    & ((_StaleOrMissing() & ~_Stopped()) | _DEPENDENCY_REQUESTED)
     & ~_Condition.any_deps_missing()
     & ~_Condition.any_deps_in_progress()
     & ~_Condition.in_progress()

@@ -1,8 +1,6 @@
-"""What must hold of an artifact, judged by the details in its manifest, or by its lineage.
+"""Asset checks: conditions on the details in an artifact's manifest, or on its lineage.
 
-A blocking check that fails stops what follows.
-
-The body of an asset reports its checks, so every materialization has them.
+A failed blocking check stops the assets downstream. The body of an asset reports its checks, so every materialization has them.
 """
 
 import dagster as dg
@@ -29,20 +27,20 @@ _CHECKS = {
     "raw_preferences": {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
     "tokenized_pairs": {
         RESPONSES: "Every response has at least one trained token.",
-        PREFIX: "The rendered prompt is a token prefix of prompt and response; pairs where it is not stay within the limit.",
-        COMPLETE: "The template takes a pair and writes all of it; pairs where it does not stay within the limit.",
+        PREFIX: "The rendered prompt is a token prefix of prompt and response; the share of other pairs is within the limit.",
+        COMPLETE: "The template accepts a pair and writes all of it; the share of other pairs is within the limit.",
         SPLITS: "No prompt is in both the training and the validation split.",
     },
     "reference_logprobs": {
         COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
     },
     "policy": {
-        STEP0: "Before the first update the loss of the reference model is that of its own log-probs: model and table agree.",
+        STEP0: "Before the first update, the loss equals the loss at zero margin: reference model and log-probs agree.",
         REWARDS: "The rewards of every training step are finite.",
     },
     "evaluation": {
         ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
-        LEAKAGE: "No policy that this one started from was trained on a held-out prompt.",
+        LEAKAGE: "No earlier policy, from which this one started, was trained on a held-out prompt.",
         DIFFERENCE: "On held-out pairs, log-probs, margins or sampled answers of the policy differ from the reference model's.",
     },
 }
@@ -50,23 +48,24 @@ _WARNINGS = {ACCURACY, LEAKAGE, DIFFERENCE}
 
 
 def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
-    """The declarations of the checks on `asset`."""
+    """Return the declarations of the checks on `asset`."""
     return [
-        dg.AssetCheckSpec(name, asset=pipeline.key(asset), description=about, blocking=name not in _WARNINGS)
-        for name, about in _CHECKS.get(asset, {}).items()
+        dg.AssetCheckSpec(name, asset=pipeline.key(asset), description=description, blocking=name not in _WARNINGS)
+        for name, description in _CHECKS.get(asset, {}).items()
     ]
 
 
 def quarantine(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
-    read, bad = artifact.details["counts"]["rows_read"], artifact.details["counts"]["quarantined"]
-    share = bad / read if read else 1.0
+    counts = artifact.details["counts"]
+    rows_read, quarantined = counts["rows_read"], counts["quarantined"]
+    share = quarantined / rows_read if rows_read else 1.0
     description = (
-        f"{bad:,} of {read:,} rows ({share:.1%}) are in quarantine, at most {limit:.1%} are allowed by "
+        f"{quarantined:,} of {rows_read:,} rows ({share:.1%}) are in quarantine, at most {limit:.1%} are allowed by "
         "data.max_quarantined"
     )
-    for first in artifact.details["quarantine_examples"][:1]:
-        place = f"{first['source']}, line {first['line']}: {first['reason']}, {first['detail']}"
-        description += f"; they are in {artifact.folder / 'quarantine.parquet'} with the reasons, the first is {place}"
+    for row in artifact.details["quarantine_examples"][:1]:
+        first = f"{row['source']}, line {row['line']}: {row['reason']}, {row['detail']}"
+        description += f"; they are in {artifact.folder / 'quarantine.parquet'} with the reasons, the first is {first}"
     return _result(QUARANTINE, share <= limit, description, share=share, limit=limit)
 
 
@@ -79,28 +78,30 @@ def prefix(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     violations, pairs = artifact.details["prefix_violations"], artifact.details["counts"]["pairs"]
     share = violations / max(1, violations + pairs)
     description = (
-        f"for {violations:,} pairs ({share:.1%}) the prompt's tokens do not begin prompt and response: the template renders it "
-        f"differently once the answer follows. They were left out, at most {limit:.1%} are allowed by data.max_quarantined"
+        f"for {violations:,} pairs ({share:.1%}) the prompt's tokens are not a prefix of prompt and response: the template "
+        "renders a prompt with a response differently. They were left out, at most "
+        f"{limit:.1%} are allowed by data.max_quarantined"
     )
-    return _result(
-        PREFIX, share <= limit, description + _first(artifact, "first_prefix_violation"), violations=violations
-    )
+    description += _first_example(artifact, "first_prefix_violation")
+    return _result(PREFIX, share <= limit, description, violations=violations)
 
 
 def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     left_out, pairs = artifact.details["left_out"], artifact.details["counts"]["pairs"]
     share = left_out / max(1, left_out + pairs)
     description = (
-        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it leaves out a part of theirs, or does not "
-        f"tell what the assistant says from what tools say. They were left out, at most {limit:.1%} are allowed by "
+        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or rendered without a part, or rendered with the "
+        f"same text for assistant and tool messages. They were left out, at most {limit:.1%} are allowed by "
         "data.max_quarantined"
     )
-    return _result(COMPLETE, share <= limit, description + _first(artifact, "first_left_out"), left_out=left_out)
+    return _result(
+        COMPLETE, share <= limit, description + _first_example(artifact, "first_left_out"), left_out=left_out
+    )
 
 
-def _first(artifact: Artifact, name: str) -> str:
-    """What the job says of the first pair that something is wrong with; nothing where there is none."""
-    return f". The first: {said}" if (said := artifact.details.get(name)) else ""  # an earlier version did not say it
+def _first_example(artifact: Artifact, name: str) -> str:
+    """Return the job's text about the first faulty pair; empty without one, and for artifacts of earlier versions."""
+    return f". The first: {text}" if (text := artifact.details.get(name)) else ""
 
 
 def splits(artifact: Artifact) -> dg.AssetCheckResult:
@@ -108,10 +109,11 @@ def splits(artifact: Artifact) -> dg.AssetCheckResult:
     description = f"{shared:,} prompts are in both splits"
     if shared:
         description += (
-            ": they are not the same in the data, but the chat template writes them alike (with | trim, say). Make them the "
-            "same there, or leave out one of them"
+            ": they differ in the data, but the chat template writes the same text for them, for example with `| trim`. Make "
+            "them equal in the data, or remove one of them"
         )
-    return _result(SPLITS, shared == 0, description + _first(artifact, "first_shared_prompt"), shared_prompts=shared)
+    description += _first_example(artifact, "first_shared_prompt")
+    return _result(SPLITS, shared == 0, description, shared_prompts=shared)
 
 
 def coverage(artifact: Artifact, pairs: int) -> dg.AssetCheckResult:
@@ -121,9 +123,9 @@ def coverage(artifact: Artifact, pairs: int) -> dg.AssetCheckResult:
 
 
 def step0(artifact: Artifact) -> dg.AssetCheckResult:
-    found, expected, allowed = (artifact.details[f"step0_{name}"] for name in ("loss", "expected", "allowed"))
-    description = f"the loss before the first update is {found:.6f}, expected {expected:.6f} within {allowed:.6f}"
-    return _result(STEP0, abs(found - expected) <= allowed, description, loss=found, expected=expected)
+    loss, expected, allowed = (artifact.details[f"step0_{name}"] for name in ("loss", "expected", "allowed"))
+    description = f"the loss before the first update is {loss:.6f}, expected {expected:.6f} within {allowed:.6f}"
+    return _result(STEP0, abs(loss - expected) <= allowed, description, loss=loss, expected=expected)
 
 
 def rewards(artifact: Artifact) -> dg.AssetCheckResult:
@@ -140,20 +142,20 @@ def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
 
 def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
     leaked = len(found.pairs)
-    description = "the policy started from none that a recipe of this store has trained"
+    description = "the policy did not start from another policy of this store"
     if found.policies:
-        listed = ", ".join(map(short, found.policies))
+        policies = ", ".join(map(short, found.policies))
         description = (
-            f"{leaked:,} of {pairs:,} held-out pairs have prompts that were trained on before, by what the policy started from "
-            f"({listed})"
+            f"{leaked:,} of {pairs:,} held-out pairs have prompts from the training data of earlier policies, from which this "
+            f"one started ({policies})"
         )
     if leaked:
         description += (
-            ": losses, accuracies and floors look better than they are. The gate leaves these pairs out; "
-            "`training.start_from: reference`, or a `reference.model` that was not trained on them, starts anew"
+            ": losses, accuracies and floors look better than they are. The gate leaves these pairs out. To avoid them, set "
+            "`training.start_from: reference`, or a `reference.model` that was not trained on them"
         )
     if found.unknown:
-        description += f"; what {', '.join(map(short, found.unknown))} was trained on is not in this store"
+        description += f"; the training data of {', '.join(map(short, found.unknown))} are missing from this store"
     return _result(LEAKAGE, not leaked, description, leaked_pairs=leaked)
 
 

@@ -1,4 +1,4 @@
-"""From preference files to pairs in one schema, and from there to token ids."""
+"""Bodies of the data assets: preference files become pairs in one schema, then token ids."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,11 +22,11 @@ from training.contract.files.local_files import distinct_names
 from training.contract.identity.fingerprint import short
 from training.contract.store.store import Artifact
 
-_NAMES = 3  # of the thousands that a folder may have
+_SHOWN_NAMES = 3  # a folder may have thousands
 
 
 def preferences_work(pipeline: Pipeline, found: ResolvedData) -> JobSpec:
-    """The job that reads the files in `found`: those that were hashed, and no others."""
+    """Return the job that reads exactly the hashed files of `found`."""
     locations = {
         "sources": [source.settings for source in found.sources],
         "files": [[file.model_dump(mode="json") for file in source.files] for source in found.sources],
@@ -35,7 +35,7 @@ def preferences_work(pipeline: Pipeline, found: ResolvedData) -> JobSpec:
 
 
 def pairs_work(pipeline: Pipeline) -> JobSpec:
-    """The job that tokenizes; `named` is for its errors."""
+    """Return the job that tokenizes. `named` holds locations in the recipe, for its errors."""
     return JobSpec("pairs", GRAPH["tokenized_pairs"].reads(pipeline.recipe), {"named": tokenizer_places(pipeline)})
 
 
@@ -46,18 +46,19 @@ def raw_preferences(step: AssetContext) -> dg.MaterializeResult:
         raise DataError(
             f"the preference files are {short(found.fingerprint)}, but {step.pipeline.name}/preference_source recorded "
             f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences, once "
-            "they are written (`pedigree run` does both)"
+            "they are written (`pedigree run` does both)",
+            "preferences-changed",
         )
-    made = materialize(step, preferences_work(step.pipeline, found))
-    before, services = step.history.latest("raw_preferences").fingerprint, step.services
-    changed = pair_changes(services.store, before, made.artifact, services.hashes)
-    if words := list(changed.words() if changed else ()):
-        log_message(services, step.context.log, step.asset, "; ".join(words))
-        made = replace(made, changes=[*(made.changes or ()), *words])
-    if names := _names_of_before(found, made.artifact):
-        told = f"its rows name the files as they were called when these were first read: {', '.join(names[:_NAMES])}"
-        log_message(services, step.context.log, step.asset, told + (", ..." if names[_NAMES:] else ""))
-    details = made.artifact.details
+    materialized = materialize(step, preferences_work(step.pipeline, found))
+    previous, services = step.history.latest("raw_preferences").fingerprint, step.services
+    differences = pair_changes(services.store, previous, materialized.artifact, services.hashes)
+    if texts := list(differences.words() if differences else ()):
+        log_message(services, step.context.log, step.asset, "; ".join(texts))
+        materialized = replace(materialized, changes=[*(materialized.changes or ()), *texts])
+    if names := _outdated_names(found, materialized.artifact):
+        text = f"its rows keep the names of the files from their first reading: {', '.join(names[:_SHOWN_NAMES])}"
+        log_message(services, step.context.log, step.asset, text + (", ..." if names[_SHOWN_NAMES:] else ""))
+    details = materialized.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
     metadata = {
@@ -68,25 +69,25 @@ def raw_preferences(step: AssetContext) -> dg.MaterializeResult:
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),
     }
-    return made.result(metadata, rows_checks(step.pipeline, made.artifact))
+    return materialized.result(metadata, rows_checks(step.pipeline, materialized.artifact))
 
 
-def _names_of_before(found: ResolvedData, rows: Artifact) -> list[str]:
-    """Names that the rows give to files which are called otherwise now: the same rows are never written twice.
+def _outdated_names(found: ResolvedData, rows: Artifact) -> list[str]:
+    """Return the file names in `rows` that are outdated because files were renamed. Equal rows are never written again.
 
-    Those that no file has; all of them where the files have exchanged their names.
+    These are the names missing now, or all names if the files exchanged their names.
     """
     if found.hubs:
         return []
     names = distinct_names([file for source in found.sources for file in source.files])
     held_out = [source.settings["held_out"] for source in found.sources for _ in source.files]
-    read_first = sorted(zip(names, held_out, strict=True), key=lambda each: not each[1])
-    for parts in ("preferences.parquet", "quarantine.parquet"):
-        with pq.ParquetFile(rows.file(parts), read_dictionary=["source"]) as file:
-            then: list[str] = file.read(columns=["source"])["source"].unify_dictionaries().unique().to_pylist()
-        now = iter([name for name, _ in read_first])
-        if not all(name in now for name in then):  # one behind the other
-            return [name for name in then if name not in names] or then
+    in_reading_order = sorted(zip(names, held_out, strict=True), key=lambda pair: not pair[1])
+    for name in ("preferences.parquet", "quarantine.parquet"):
+        with pq.ParquetFile(rows.file(name), read_dictionary=["source"]) as file:
+            recorded: list[str] = file.read(columns=["source"])["source"].unify_dictionaries().unique().to_pylist()
+        remaining = iter([name for name, _ in in_reading_order])
+        if not all(name in remaining for name in recorded):  # recorded names must be a subsequence
+            return [name for name in recorded if name not in names] or recorded
     return []
 
 
@@ -97,27 +98,28 @@ def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]
 def tokenized_pairs(step: AssetContext) -> dg.MaterializeResult:
     spec = _tokenization(step)
     check_embeddings(step.pipeline, step.services, spec)
-    made = materialize(step, pairs_work(step.pipeline))
-    check_embeddings(step.pipeline, step.services, spec, made.artifact)
-    details = made.artifact.details
+    materialized = materialize(step, pairs_work(step.pipeline))
+    check_embeddings(step.pipeline, step.services, spec, materialized.artifact)
+    details = materialized.artifact.details
     planned = step.context.job_def.asset_layer.executable_asset_keys
-    check_splits(step.pipeline, made.artifact, [asset for asset in GRAPH if step.pipeline.key(asset) in planned])
+    planned_assets = [asset for asset in GRAPH if step.pipeline.key(asset) in planned]
+    check_splits(step.pipeline, materialized.artifact, planned_assets)
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
     metadata = {
         "dagster/row_count": details["counts"]["pairs"],
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
         "dropped_reasons": table(dropped, ("reason", "pairs")),
-        "lengths": step.picture("lengths", made.artifact, lambda: length_histogram(details["histogram"])),
+        "lengths": step.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
         "examples": rendered_pairs(details["examples"]),
     }
-    return made.result(metadata, pairs_checks(step.pipeline, made.artifact))
+    return materialized.result(metadata, pairs_checks(step.pipeline, materialized.artifact))
 
 
 def _tokenization(step: AssetContext) -> Artifact:
-    """The spec as last materialized, with the details of the way in which it was made then."""
+    """Return the latest tokenization spec, with the details of its latest derivation."""
     latest = step.history.latest("tokenization_spec")
-    known = None if latest.key is None else step.services.store.find("tokenization_spec", latest.key)
-    return known or step.history.artifact("tokenization_spec")
+    spec = None if latest.key is None else step.services.store.find("tokenization_spec", latest.key)
+    return spec or step.history.artifact("tokenization_spec")
 
 
 def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResult]:
@@ -126,7 +128,7 @@ def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResul
 
 
 def check_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
-    """Raises DataError if one of `assets`, those of a run, would have no pairs to work with: now, not after the training."""
+    """Raise DataError if one of a run's `assets` would have no pairs. The check comes now, not after the training."""
     counts, data = pairs.details["counts"], pipeline.recipe.data
     remedies = {
         "train": "add data with other prompts" if any(s.held_out for s in data.sources) else "lower it, or add data",
@@ -135,7 +137,8 @@ def check_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -
     for split, asset in (("train", "policy"), ("validation", "evaluation")):
         if not counts[split] and asset in assets:
             raise DataError(
-                f"`data.validation_fraction: {data.validation_fraction}` is the share that is held out of the prompts that no "
-                f"`held_out` source has, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while "
-                f"{asset} is part of this run: {remedies[split]}"
+                f"`data.validation_fraction: {data.validation_fraction}`, the held-out share of prompts outside `held_out` "
+                f"sources, leaves the {split} split without any of the {counts['pairs']:,} tokenized pairs, while {asset} is "
+                f"part of this run: {remedies[split]}",
+                "empty-split",
             )

@@ -1,4 +1,4 @@
-"""The policy on pairs it has not seen: metrics, a table of the pairs, a report, and answers before and after."""
+"""Body of the evaluation: metrics on held-out pairs, a table of the pairs, a report, and sampled answers."""
 
 from typing import Any
 
@@ -22,61 +22,63 @@ from training.contract.store.store import Artifact
 def evaluation(step: AssetContext) -> dg.MaterializeResult:
     settings = step.settings
     _check_loss_of_policy(step, settings["loss"])
-    made = materialize(step, JobSpec("evaluation", settings))
-    details = made.artifact.details
+    materialized = materialize(step, JobSpec("evaluation", settings))
+    artifact = materialized.artifact
+    details = artifact.details
     metadata = {
         **{name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")},
-        **_of_sources(details.get("sources")),
-        # A path to copy: browsers follow no link from a server's page to a local file.
-        "report": dg.MetadataValue.path(str(made.artifact.file("report.html"))),
+        **_sources_table(details.get("sources")),
+        # A path to copy, because browsers block links from a server's page to a local file.
+        "report": dg.MetadataValue.path(str(artifact.file("report.html"))),
         "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
-        **_tracked(step, made.artifact),
+        **_tracking_links(step, artifact),
     }
-    found = [checks.accuracy(made.artifact), _leakage(step, made.artifact), checks.differs(difference(made.artifact))]
-    return made.result(metadata, found)
+    results = [checks.accuracy(artifact), _check_leakage(step, artifact), checks.differs(difference(artifact))]
+    return materialized.result(metadata, results)
 
 
 def _check_loss_of_policy(step: AssetContext, loss: Settings) -> None:
-    """Raises StoreError where the policy was trained with another loss: two specs have it, and one may be made alone."""
+    """Raise StoreError if the policy was trained with another loss: one of the two specs may be materialized alone."""
     name = step.pipeline.name
     trained = step.history.derivation("policy", step.history.fingerprint("policy")).settings["loss"]
     if Loss.model_validate(trained) != Loss.model_validate(loss):
         differing = "; ".join(setting_changes({"loss": trained}, {"loss": loss}))
         raise StoreError(
-            f"{name}/policy was trained with another loss than that of {name}/evaluation_spec: {differing}; materialize "
-            f"{name}/training_spec, {name}/evaluation_spec, {name}/policy and {name}/evaluation in one run"
+            f"{name}/policy was trained with another loss than in {name}/evaluation_spec: {differing}; materialize "
+            f"{name}/training_spec, {name}/evaluation_spec, {name}/policy and {name}/evaluation in one run",
+            "losses-differ",
         )
 
 
-def _leakage(step: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:
+def _check_leakage(step: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:
     policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
     pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
     raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
     return checks.leakage(find_leakage(step.services.store, [policy], rows, raw_preferences), len(rows))
 
 
-def _of_sources(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """A table: names of their metrics are too long for the page. What was evaluated before sources had names has no rows."""
+def _sources_table(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Return the metrics by source as a table, because their names are too long for the page. Old evaluations have none."""
     return {"sources": table(rows, tuple(rows[0]))} if rows else {}
 
 
 def delivered_evaluation(step: AssetContext, policy: Artifact, evaluation: Artifact) -> str | None:
-    """The MLflow run of an evaluated policy, after what it misses was delivered: events, held-out metrics, the report.
+    """Log missing events, held-out metrics and the report to the policy's MLflow run, and return its id.
 
-    None where the server does not take them; a later run delivers them then.
+    Return None if the server refuses; a later run logs them then.
     """
     run_id = delivered_run(step, policy)
     if run_id is None:
         return None
-    metrics, at = evaluation.details["metrics"], policy.details["steps"]
+    metrics, last_step = evaluation.details["metrics"], policy.details["steps"]
     tracker, report = step.services.tracker, evaluation.file("report.html")
-    return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, at, report) else None
+    return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, last_step, report) else None
 
 
-def _tracked(step: AssetContext, evaluation: Artifact) -> dict[str, Any]:
-    """The link to the report in the policy's MLflow run, if the server has them."""
-    made_from = evaluation.derivation.inputs["policy"].fingerprint
-    policy = step.services.store.open("policy", made_from, hashes=False)
+def _tracking_links(step: AssetContext, evaluation: Artifact) -> dict[str, Any]:
+    """Return the link to the report in the policy's MLflow run, if the server has it."""
+    policy_fingerprint = evaluation.derivation.inputs["policy"].fingerprint
+    policy = step.services.store.open("policy", policy_fingerprint, hashes=False)
     run_id = delivered_evaluation(step, policy, evaluation)
     if run_id is None:
         return {}

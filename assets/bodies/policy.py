@@ -1,4 +1,4 @@
-"""The trained policy: a torchrun job whose events are followed, live, into the Dagster log and an MLflow run."""
+"""Body of the policy: a torchrun job, with live events in Dagster's log and in an MLflow run."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,61 +26,63 @@ from training.contract.store.store import Artifact
 
 def policy(step: AssetContext) -> dg.MaterializeResult:
     settings = step.settings
-    start = _start(step, settings["champion"]) if settings.get("champion") else {}
-    made = materialize(step, JobSpec("policy", settings, start, during=partial(_follow, step)))
-    details = made.artifact.details
+    start = _locate_start(step, settings["champion"]) if settings.get("champion") else {}
+    materialized = materialize(step, JobSpec("policy", settings, start, during=partial(_track_job, step)))
+    artifact = materialized.artifact
+    details = artifact.details
     metadata = {
-        "rewards": step.picture("rewards", made.artifact, lambda: reward_curves(details["series"])),
+        "rewards": step.picture("rewards", artifact, lambda: reward_curves(details["series"])),
         "steps": details["steps"],
         **details["train"],
         **details.get("eval", {}),
         "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
         "provenance": dg.MetadataValue.json(details["provenance"]),
-        **_links(step, made.artifact),
+        **_tracking_links(step, artifact),
     }
-    return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
+    return materialized.result(metadata, [checks.step0(artifact), checks.rewards(artifact)])
 
 
-def _start(step: AssetContext, champion: str) -> dict[str, Any]:
-    """The location of the champion that the spec starts from. Raises StoreError if no version has its weights any more."""
+def _locate_start(step: AssetContext, champion: str) -> dict[str, Any]:
+    """Return the location of the spec's champion. Raise StoreError if no version has its weights any more."""
     located = locate_champion(step.pipeline.recipe, step.services.registry, weights=champion)
     if located is None or located.fingerprint != champion:
-        found = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
+        current = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
         spec = f"{step.pipeline.name}/training_spec"
         raise StoreError(
-            f"{spec} starts from the champion with the weights {short(champion)}, and now {found}; "
-            f"materialize {spec} and what follows it"
+            f"{spec} starts from the champion with the weights {short(champion)}, and now {current}; "
+            f"materialize {spec} and the assets after it",
+            "champion-changed",
         )
     return {"champion": str(located.folder)}
 
 
 def delivered_run(step: AssetContext, policy: Artifact) -> str | None:
-    """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
+    """Log missing events to the MLflow run of a policy, and return its id; None without a server."""
     derivation = step.history.derivation("policy", policy.fingerprint)
     return _deliver(step, replace(policy, derivation=derivation), policy.json("recipe.json"))
 
 
-def _events(policy: Artifact) -> Iterator[Event]:
-    """What training had to tell. Held-out metrics only of the training that wrote it: another may have had other such pairs."""
-    is_its_own = policy.manifest.made_from.key == policy.derivation.key
-    told = read_events(policy.file("events.jsonl"))
-    return (event for event in told if is_its_own or event["event"] != "eval")
+def _read_events(policy: Artifact) -> Iterator[Event]:
+    """Yield the events of the training. Skip held-out metrics if another training wrote them, perhaps with other pairs."""
+    is_first = policy.manifest.made_from.key == policy.derivation.key
+    events = read_events(policy.file("events.jsonl"))
+    return (event for event in events if is_first or event["event"] != "eval")
 
 
 def _deliver(step: AssetContext, policy: Artifact, recipe: dict[str, Any]) -> str | None:
-    """The id of the policy's MLflow run; one that does not exist, or lacks events, is replayed. None where no server answers.
+    """Return the id of the policy's MLflow run. Replay a missing or incomplete run. Return None without a server.
 
-    `recipe`: what the run shows as its own. That of the artifact is of the first recipe which led to these weights.
+    `recipe`: the parameters of the run. The recipe in the artifact is the first one that led to these weights.
     """
     derivation = policy.derivation
-    if (known := step.services.tracker.find_run(step.pipeline.family, derivation.key)) is not None:
-        return known
-    with _run(step, derivation, recipe) as run:
-        run.replay(_events(policy))
+    if (run_id := step.services.tracker.find_run(step.pipeline.family, derivation.key)) is not None:
+        return run_id
+    with _open_run(step, derivation, recipe) as run:
+        run.replay(_read_events(policy))
     return run.run_id
 
 
-def _links(step: AssetContext, policy: Artifact) -> dict[str, Any]:
+def _tracking_links(step: AssetContext, policy: Artifact) -> dict[str, Any]:
     tracker, run_id = step.services.tracker, _deliver(step, policy, step.pipeline.recipe.model_dump(mode="json"))
     if run_id is None:
         return {}
@@ -89,18 +91,18 @@ def _links(step: AssetContext, policy: Artifact) -> dict[str, Any]:
 
 
 @contextmanager
-def _follow(step: AssetContext, job: Job) -> Iterator[Listener]:
-    """The run is made when the job starts, and hears its events."""
-    with _run(step, job.derivation, job.recipe) as run:
+def _track_job(step: AssetContext, job: Job) -> Iterator[Listener]:
+    """Open an MLflow run when the job starts. Yield its listener for the job's events."""
+    with _open_run(step, job.derivation, job.recipe) as run:
         yield run.record
 
 
-def _run(step: AssetContext, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
-    pipeline, trained_on = step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
-    pairs = step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
+def _open_run(step: AssetContext, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
+    pipeline, pairs_fingerprint = step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
+    pairs = step.services.store.open("tokenized_pairs", pairs_fingerprint, hashes=False)  # not always the latest
     lineage = step.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
     return step.services.tracker.run(
-        experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other
+        experiment=pipeline.family,  # shared by a recipe and its variants
         key=derivation.key,
         name=f"{pipeline.name}-{short(derivation.key)}",
         params=recipe,

@@ -1,7 +1,7 @@
-"""How far a policy is from its reference model on held-out pairs: whether training has changed anything.
+"""Difference between a policy and its reference model on held-out pairs: the effect of training.
 
-An accuracy does not tell: rewards that differ in their sixth digit rank pairs as well as large ones do. Everything is read from
-the files of an evaluation, without torch.
+The accuracy does not show it: rewards with differences in the sixth digit rank pairs as well as large ones. All inputs are
+files of an evaluation, read without torch.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ _NUMBERS = ("_logprob", "_tokens")
 
 @dataclass(frozen=True)
 class PolicyDifference:
-    """`shift`: mean over responses of |policy - reference| log-prob, in nats a token.
+    """Three measures of the difference.
 
-    `margin`: mean of how many nats the policy prefers the chosen response to the rejected one more than the reference does;
-    rewards are this times beta. `changed` of the `samples` are other answers than the reference gave.
+    `shift`: mean over responses of |policy - reference| log-prob, in nats per token. `margin`: mean over pairs of the chosen
+    minus the rejected log-ratio (policy over reference), in nats; the mean reward margin divided by beta. `changed`: the number
+    of `samples` with another answer than the reference's.
     """
 
     shift: float
@@ -31,28 +32,30 @@ class PolicyDifference:
 
     @property
     def is_negligible(self) -> bool:
-        """Whether all three are near zero; without samples, the other two."""
+        """All three measures are near zero. Without samples, the other two are."""
         is_near = self.shift < _SHIFT and abs(self.margin) < _MARGIN
         return is_near and (self.changed < _CHANGED * self.samples or not self.samples)
 
     def __str__(self) -> str:
         moved = f"held-out log-probs moved by {self.shift:.2g} nats a token"
-        told = f"{moved}, margins between chosen and rejected by {self.margin:.2g} nats"
+        moved += f", margins between chosen and rejected by {self.margin:.2g} nats"
         if not self.samples:
-            return told
-        return f"{told}, and {self.changed} of {self.samples} sampled answers changed"
+            return moved
+        return f"{moved}, and {self.changed} of {self.samples} sampled answers changed"
 
 
 def difference(evaluation: Artifact) -> PolicyDifference:
-    """Read how the policy of `evaluation` differs from the reference model."""
+    """Return the difference between the policy of `evaluation` and the reference model."""
     table = pq.read_table(evaluation.file("pairs.parquet"))
     column = {name: table[name].to_numpy().astype(np.float64) for name in table.column_names if name.endswith(_NUMBERS)}
-    moved = [column[f"policy_{side}_logprob"] - column[f"reference_{side}_logprob"] for side in SIDES]
-    by_token = [np.abs(each) / np.maximum(1, column[f"{side}_tokens"]) for side, each in zip(SIDES, moved, strict=True)]
+    log_ratios = [column[f"policy_{side}_logprob"] - column[f"reference_{side}_logprob"] for side in SIDES]
+    by_token = [
+        np.abs(ratio) / np.maximum(1, column[f"{side}_tokens"]) for side, ratio in zip(SIDES, log_ratios, strict=True)
+    ]
     samples = evaluation.json("samples.json")
     return PolicyDifference(
         shift=float(np.mean(by_token)),
-        margin=float(np.mean(moved[0] - moved[1])),
+        margin=float(np.mean(log_ratios[0] - log_ratios[1])),
         changed=sum(sample["before"] != sample["after"] for sample in samples),
         samples=len(samples),
     )

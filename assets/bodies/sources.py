@@ -1,8 +1,8 @@
-"""The two assets that stand for the world outside: preference data and the base model.
+"""Bodies of the two assets for external inputs: preference data and the base model.
 
-They copy nothing. Materializing one looks at the files (or asks the hub, and downloads a model) and records what was there;
-its data version is the fingerprint of the contents. They are ordinary assets, not Dagster's observable source assets: one
-run holds either observations or materializations, and a retraining has to begin by looking.
+They copy nothing. A materialization hashes the files (or queries the hub, and downloads a model) and records their identity.
+The data version is the fingerprint of the contents. They are not Dagster's observable source assets: a run has either
+observations or materializations, and retraining has to begin with an observation.
 """
 
 import dagster as dg
@@ -19,13 +19,13 @@ from training.contract.identity.fingerprint import short
 
 def preference_source(step: AssetContext) -> dg.MaterializeResult:
     found = find_data(step.pipeline)
-    made = materialize_resolved(step, found)
-    rows = made.artifact.details["rows"]
+    materialized = materialize_resolved(step, found)
+    rows = materialized.artifact.details["rows"]
     files = [
         {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
         for name, entry in named_files(found.identity).items()
     ]
-    return made.result(
+    return materialized.result(
         {
             "sources": dg.MetadataValue.json([source.settings for source in found.sources]),
             "files": table(files, ("name", "bytes", "rows", "sha256")),
@@ -36,10 +36,10 @@ def preference_source(step: AssetContext) -> dg.MaterializeResult:
 def base_model(step: AssetContext) -> dg.MaterializeResult:
     restore_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
     found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
-    made = materialize_resolved(step, found)
+    materialized = materialize_resolved(step, found)
     assert found.located is not None
     commit = found.located.commit
-    return made.result(
+    return materialized.result(
         {
             "model": dg.MetadataValue.path(str(found.located.folder)),
             "config": dg.MetadataValue.json(found.located.identity["config"]),

@@ -1,7 +1,7 @@
-"""The four sections of a recipe that are frozen as artifacts: what lies below takes these settings from them.
+"""Bodies of the specs: the four sections of a recipe that are frozen as artifacts. Assets downstream read settings from them.
 
-So a policy that is materialized alone is trained with the settings that were last materialized, whatever the recipe says by
-then. An asset below that has fields of its own (`reads` in the graph) takes these from the recipe as Dagster loaded it.
+So a policy materialized alone is trained with the latest materialized settings, not with the recipe's current ones. An asset
+downstream with fields of its own (`reads` in the graph) takes these from the recipe loaded by Dagster.
 """
 
 from typing import Any
@@ -21,19 +21,19 @@ from assets.views.metadata import verbatim
 
 
 def tokenizer_work(pipeline: Pipeline, found: ResolvedTokenizer) -> JobSpec:
-    """The job that freezes the tokenizer and the template that were found."""
+    """Return the job that freezes the resolved tokenizer and template."""
     return JobSpec("tokenizer", found.derivation.settings, tokenizer_locations(pipeline, found.located))
 
 
 def release_work(pipeline: Pipeline, found: ResolvedRelease) -> JobSpec:
-    """The job that collects what is released beside the weights."""
+    """Return the job that collects the files released beside the weights."""
     assert found.shipping is not None, "the base model was downloaded"
-    of_tokenizer = tokenizer_locations(pipeline, found.tokenizer)
-    return JobSpec("release_files", found.derivation.settings, {**of_tokenizer, "base": str(found.shipping.folder)})
+    locations = {**tokenizer_locations(pipeline, found.tokenizer), "base": str(found.shipping.folder)}
+    return JobSpec("release_files", found.derivation.settings, locations)
 
 
 def tokenizer_locations(pipeline: Pipeline, located: LocatedTokenizer) -> dict[str, Any]:
-    """Where a job finds the tokenizer and the template; `named` is for its errors."""
+    """Return the paths of the tokenizer and the template for a job. `named` holds locations in the recipe, for its errors."""
     return {
         "tokenizer": str(located.folder),
         "chat_template": None if located.chat_template is None else str(located.chat_template),
@@ -44,13 +44,13 @@ def tokenizer_locations(pipeline: Pipeline, located: LocatedTokenizer) -> dict[s
 def tokenization_spec(step: AssetContext) -> dg.MaterializeResult:
     restore_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
     found = find_tokenizer(step.pipeline, step.services)
-    made = materialize(step, tokenizer_work(step.pipeline, found), found)
-    spec = made.artifact.json("spec.json")
-    return made.result(
+    materialized = materialize(step, tokenizer_work(step.pipeline, found), found)
+    spec = materialized.artifact.json("spec.json")
+    return materialized.result(
         {
             "spec": dg.MetadataValue.json(spec),
             "template": verbatim([spec["template"]], "jinja"),
-            "notes": _told_notes(step, made),
+            "notes": _report_notes(step, materialized),
         }
     )
 
@@ -58,22 +58,23 @@ def tokenization_spec(step: AssetContext) -> dg.MaterializeResult:
 def release_spec(step: AssetContext) -> dg.MaterializeResult:
     restore_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
     found = find_release(step.pipeline, step.services)
-    made = materialize(step, release_work(step.pipeline, found), found)
-    spec = made.artifact.json("spec.json")
-    files = {"files": dg.MetadataValue.json(sorted(made.artifact.manifest.files))}
-    return made.result({"spec": dg.MetadataValue.json(spec), **files, "notes": _told_notes(step, made)})
+    materialized = materialize(step, release_work(step.pipeline, found), found)
+    spec = materialized.artifact.json("spec.json")
+    files = {"files": dg.MetadataValue.json(sorted(materialized.artifact.manifest.files))}
+    notes = _report_notes(step, materialized)
+    return materialized.result({"spec": dg.MetadataValue.json(spec), **files, "notes": notes})
 
 
-def _told_notes(step: AssetContext, made: MaterializedArtifact) -> dg.MarkdownMetadataValue:
-    """What a person should know of the artifact. A job tells it while it runs; of what is reused it is told again here."""
-    notes = made.artifact.details.get("notes", [])
-    for note in notes if made.reused else ():
+def _report_notes(step: AssetContext, materialized: MaterializedArtifact) -> dg.MarkdownMetadataValue:
+    """Return the notes on the artifact. A running job logs them itself; for a reused artifact, log them here."""
+    notes = materialized.artifact.details.get("notes", [])
+    for note in notes if materialized.reused else ():
         log_message(step.services, step.context.log, step.asset, note)
     return dg.MetadataValue.md("\n\n".join(notes) or "none")
 
 
 def frozen_section(step: AssetContext) -> dg.MaterializeResult:
-    """The body of `training_spec` and `evaluation_spec`, made of the recipe, and of the champion or the base model's files."""
+    """Materialize `training_spec` or `evaluation_spec`, from the recipe and the champion or the base model's files."""
     recipe, services = step.pipeline.recipe, step.services
     starts_from_champion = step.asset == "training_spec" and recipe.training.start_from == "champion"
     champion = services.registry.champion(recipe.release.model_name) if starts_from_champion else None
