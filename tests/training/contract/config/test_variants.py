@@ -1,4 +1,4 @@
-"""A recipe's file: what its variants are, against the rules of JSON Merge Patch and by hand."""
+"""The variants of a recipe's file, compared with the rules of JSON Merge Patch and with results by hand."""
 
 from typing import Any
 
@@ -43,25 +43,25 @@ def variant(changes: dict[str, Any]) -> Recipe:
         ([1, 2], {"a": "b"}, {"a": "b"}),
     ],
 )
-def test_changes_are_made_as_in_appendix_a_of_rfc_7396(section, changes, result):
-    """The examples of the RFC, less the three in which null meets a field that is not there."""
+def test_merged_agrees_with_appendix_a_of_rfc_7396(section, changes, result):
+    """The examples of the RFC, without the three with null for a missing field."""
     assert merged(section, changes) == result
 
 
-def test_nothing_is_changed_in_place():
+def test_merged_does_not_change_its_argument():
     section = {"a": {"b": 1}}
     merged(section, {"a": {"b": 2, "c": 3}})
     assert section == {"a": {"b": 1}}
 
 
-def test_the_recipe_of_a_file_is_what_it_is_without_variants():
+def test_recipe_of_a_document_lacks_the_variants():
     file = RecipeDocument.model_validate({**OWN, "variants": {"x": {"training": {"seed": 1}}}})
     assert file.recipe == Recipe.model_validate(OWN)
     assert type(file.recipe) is Recipe and "variants" not in file.recipe.model_dump()
 
 
-def test_a_variant_differs_where_it_says_so():
-    """Sections are merged: beta, smoothing and the learning rate stay; the list of sources is another list."""
+def test_variant_changes_only_its_fields():
+    """Sections are merged: smoothing and the learning rate stay. The list of sources is replaced."""
     found = variant({"training": {"loss": {"beta": 0.5}, "seed": 7}, "data": {"sources": [{"path": "c.jsonl"}]}})
     own = Recipe.model_validate(OWN)
     assert found.training.loss == own.training.loss.model_copy(update={"beta": 0.5})
@@ -71,35 +71,36 @@ def test_a_variant_differs_where_it_says_so():
     assert (found.tokenization, found.reference, found.compute) == (own.tokenization, own.reference, own.compute)
 
 
-def test_null_takes_a_field_away_and_its_default_counts():
+def test_null_in_a_variant_restores_the_default():
     found = variant({"training": {"loss": {"type": "hinge", "label_smoothing": None}, "adapter": None}})
     assert (found.training.loss.type, found.training.loss.beta) == ("hinge", 0.3)
     assert found.training.adapter is None and found.training.optimizer.model_dump()["betas"] == (0.9, 0.95)
     assert variant({"training": None}).training == Recipe.model_fields["training"].default
 
 
-def test_a_variant_is_not_automated_and_has_its_own_model_unless_it_says_otherwise():
+def test_variant_by_default_has_no_automation_and_its_own_model():
     plain = variant({})
     assert (plain.automation.cron, plain.automation.on_change) == (None, False)
     assert (plain.release.model_name, plain.release.gate.min_accuracy) == ("demo-x", 0.6)
-    said = variant({"release": {"model_name": "demo"}, "automation": {"cron": "0 7 * * 1", "on_change": True}})
-    assert (said.release.model_name, said.automation.cron, said.automation.on_change) == ("demo", "0 7 * * 1", True)
+    changed = variant({"release": {"model_name": "demo"}, "automation": {"cron": "0 7 * * 1", "on_change": True}})
+    assert changed.release.model_name == "demo"
+    assert (changed.automation.cron, changed.automation.on_change) == ("0 7 * * 1", True)
 
 
-def test_null_never_turns_the_automation_of_a_variant_on():
-    """The default of a recipe's `on_change` is true, and a variant would be trained unasked if that were what null gives."""
+def test_null_does_not_enable_the_automation_of_a_variant():
+    """The default of a recipe's `on_change` is true: with it, null would cause unwanted runs."""
     for changes in ({"automation": None}, {"automation": {"timezone": None}}):
         assert variant(changes).automation == Automation(on_change=False)
     with pytest.raises(ValidationError, match="on_change"):
         variant({"automation": {"on_change": None}})
 
 
-def test_a_schedule_of_a_variant_is_in_the_time_zone_of_the_recipe():
+def test_schedule_of_a_variant_has_the_time_zone_of_the_recipe():
     assert variant({"automation": {"cron": "0 7 * * 1"}}).automation.timezone == "Europe/Berlin"
 
 
 @pytest.mark.parametrize(
-    ("variants", "place"),
+    ("variants", "path"),
     [
         ({"x": {"training": {"los": {}}}}, ("variants", "x", "training", "los")),
         ({"x": {"training": {"los": None}}}, ("variants", "x", "training", "los")),
@@ -112,13 +113,13 @@ def test_a_schedule_of_a_variant_is_in_the_time_zone_of_the_recipe():
         ([{"x": {}}], ("variants",)),
     ],
 )
-def test_a_fault_has_the_path_that_it_has_in_the_file(variants, place):
+def test_error_in_a_variant_has_its_path_in_the_file(variants, path):
     with pytest.raises(ValidationError) as error:
         RecipeDocument.model_validate({**OWN, "variants": variants})
-    assert [fault["loc"] for fault in error.value.errors()] == [place]
+    assert [details["loc"] for details in error.value.errors()] == [path]
 
 
-def test_a_fault_of_the_recipe_is_told_once():
+def test_error_in_the_recipe_is_reported_once():
     with pytest.raises(ValidationError) as error:
         RecipeDocument.model_validate({**OWN, "evaluation": {"sample": 1}, "variants": {"x": {}, "y": {}}})
-    assert [fault["loc"] for fault in error.value.errors()] == [("evaluation", "sample")]
+    assert [details["loc"] for details in error.value.errors()] == [("evaluation", "sample")]
