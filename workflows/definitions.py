@@ -67,7 +67,7 @@ def definitions_in(folder: Path) -> dg.Definitions:
 
 
 def _find_fault(folder: Path) -> RecipeError | None:
-    """Return the error of the first invalid recipe, or of a file meant as one; None if there is no such file."""
+    """Return the error of the first invalid recipe, or of a file meant as one; None if all are valid."""
     files = [file for file in _recipe_files(folder) if not ((types := types_in(file)) and all(map(_is_foreign, types)))]
     return next(filter(None, (recipe_problem(file.parent) for file in files)), None)
 

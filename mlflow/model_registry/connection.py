@@ -157,7 +157,7 @@ def _sqlite_file(uri: str) -> Path | None:
 
 
 def _make_tables(database: Path, lock: Path) -> None:
-    """Make the tables under a temporary file name: MLflow can neither use nor finish those of a killed process."""
+    """Make the tables under a temporary file name: MLflow can neither use nor finish tables from a killed process."""
     unfinished = database.with_name(f"{database.name}.new")
     for leftover in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         leftover.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def is_database(uri: str) -> bool:
 def page(uri: str, path: str = "") -> str:
     """Return the address of a page on the tracking server, or on the server of a database's pages.
 
-    `workflowType` chooses MLflow's layout for training runs instead of that for chat traces.
+    `workflowType` chooses MLflow's layout for training runs, not for chat traces.
     """
     address = shown(uri) if is_server(uri) else _served_at(uri)
     return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"

@@ -1,5 +1,6 @@
-"""What MLflow lacks for records in a Postgres or MySQL database: fail fast, make the tables once, recognize an outage by the
-messages of drivers.
+"""Extensions for records in a Postgres or MySQL database.
+
+Fail fast, make the tables once, recognize an outage by the messages of drivers.
 """
 
 import contextlib

@@ -109,7 +109,7 @@ class Decision:
 def decide(pairs: PairedScores, metrics: Mapping[str, float], gate: Gate) -> Decision:
     """Compare the candidate with the champion, pair by pair, on all shared pairs without leakage.
 
-    `metrics` are those of the candidate's evaluation, with the accuracies. Below a floor of the recipe's `gate`, nothing is
+    `metrics` come from the candidate's evaluation, with the accuracies. Below a floor of the recipe's `gate`, nothing is
     promoted. Without a champion, a candidate above all floors is promoted.
     """
     accuracy = metrics["eval/rewards/accuracies"]

@@ -62,7 +62,7 @@ class Registry:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
         Return the existing version if one carries all tags of `identity`. `tags` are further tags of a new version,
-        `description` is Markdown. The other folders are those of VersionFiles, by default `policy`.
+        `description` is Markdown. The other folders are as in VersionFiles, by default `policy`.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
@@ -266,7 +266,7 @@ class Registry:
         return False
 
     def _check_registered(self, name: str, alias: str | None = None) -> None:
-        """Raise UnknownModel if no model is called `name`, RegistryError if it has no such alias. Both list the known names."""
+        """Raise UnknownModel if no model is called `name`, RegistryError if it lacks the alias. Both list the known names."""
         with self._connection.asking(f"look for {name}") as client:
             aliases = _find_aliases(client, name)
             known = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
@@ -284,7 +284,7 @@ class Registry:
             )
 
     def _download(self, version: Version) -> Path:
-        """Return a version's model folder. If the version has no files, the folder is missing.
+        """Return a version's model folder. If the version lacks files, the folder is missing.
 
         Fetch it once, as its files never change. Other processes wait on a lock: a second download would replace the first
         while it is read.
@@ -301,7 +301,7 @@ class Registry:
 
 
 def _find_aliases(client: MlflowClient, name: str) -> dict[str, str] | None:
-    """Return the aliases of a registered model with their versions, or None if there is no such model."""
+    """Return the aliases of a registered model with their versions, or None for an unknown model."""
     try:
         return dict(client.get_registered_model(name).aliases)
     except MlflowException as error:

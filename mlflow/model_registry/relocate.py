@@ -42,7 +42,7 @@ def relocate_artifacts(database: Path, root: Path) -> None:
 def _new_address(old: str, root: Path) -> str | None:
     """Return the new address of an experiment's artifacts if `old` is in another home; None if `old` stays.
 
-    It stays if it is another path to this home, or if `old` has artifacts and this home has none: then it is in use there.
+    It stays if it is another path to this home, or if only `old` has artifacts: then it is in use there.
     """
     head, in_home, name = old.rpartition(f"{_ARTIFACTS}/")
     old_home, old_folder = local_path(head), local_path(old)

@@ -132,7 +132,7 @@ class Tracker:
     def find_run(self, experiment: str, key: str) -> str | None:
         """Return the id of the policy's complete run: a finished one, with all its events.
 
-        None if there is no such run, or the server does not answer: then replay the events.
+        None if it is missing, or the server does not answer: then replay the events.
         """
 
         def work(client: MlflowClient) -> str | None:

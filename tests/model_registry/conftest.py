@@ -1,4 +1,4 @@
-"""A database of MLflow, a server of it on loopback, and a tiny policy: each made once for the session."""
+"""A database of MLflow, an `mlflow server` for it on loopback, and a tiny policy: each made once per session."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-# Makes a random Llama in a process of its own: torch has no business in the process that tests the registry.
+# Makes a random Llama in a separate process, to keep torch out of the process of the tests.
 MAKE_MODEL = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +41,7 @@ LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1], max_sha
 
 @pytest.fixture(scope="session")
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database of MLflow with all its tables: making one takes seconds."""
+    """An empty database of MLflow with all its tables; making one takes seconds."""
     path = tmp_path_factory.mktemp("migrated") / "mlflow.db"
     connect(f"sqlite:///{path}")
     return path
@@ -49,7 +49,7 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, migrated_database: Path) -> Path:
-    """A home of Pedigree with an empty database; its name has a space, as people's folders do."""
+    """A home of Pedigree with an empty database and a space in its name."""
     folder = tmp_path / "my home"
     (folder / "mlflow").mkdir(parents=True)
     shutil.copy(migrated_database, folder / "mlflow" / "mlflow.db")
@@ -73,7 +73,7 @@ def tracker(home: Path, uri: str, warnings: list[str]) -> Tracker:
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy as training leaves it: a tiny random Llama in several bfloat16 shards, with tokenizer and settings."""
+    """A policy as written by training: a tiny random Llama in several bfloat16 shards, with tokenizer and settings."""
     folder = tmp_path_factory.mktemp("policy")
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -89,7 +89,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """An `mlflow server` on loopback whose database and artifacts outlive a crash of it."""
+    """An `mlflow server` on loopback; database and artifacts survive its crash."""
 
     def __init__(self, folder: Path, database: Path) -> None:
         shutil.copy(database, folder / "mlflow.db")
@@ -108,7 +108,7 @@ class Server:
             self._process = subprocess.Popen(
                 command,
                 cwd=self._folder,
-                env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # workers that nothing here needs
+                env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # unused workers
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -117,7 +117,7 @@ class Server:
         self._await_health(time.monotonic() + 120)
 
     def kill(self) -> None:
-        """End it and its workers at once, as a crash of the machine would."""
+        """Kill it and its workers at once, as a crash of the machine would."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -135,14 +135,14 @@ class Server:
 
 
 def _plain_signals() -> None:
-    """A process started in the background inherits SIGINT ignored, and the server then ignores SIGTERM too."""
+    """Reset signals: a background process ignores SIGINT, and then the server ignores SIGTERM too."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path):
-    """One server for the session, running; a test that kills it starts it again."""
+    """A running server for the session. A test that kills it starts it again."""
     server = Server(tmp_path_factory.mktemp("server"), migrated_database)
     server.start()
     yield server

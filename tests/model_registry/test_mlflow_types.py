@@ -1,4 +1,4 @@
-"""What a recipe, a lineage and events become in MLflow's terms: hand-derived, and held against MLflow's own validation."""
+"""A recipe, a lineage and events as MLflow types: hand-derived, and compared with MLflow's validation."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ json_values = st.recursive(
 )
 
 
-def test_settings_become_dotted_names():
+def test_flatten_gives_dotted_names():
     recipe = {
         "data": {"sources": [{"path": "a.jsonl", "hub": None}, {"path": "b.jsonl"}], "validation_fraction": 0.1},
         "tokenization": {"template_kwargs": {}, "train_on": "last_response"},
@@ -39,7 +39,7 @@ def test_settings_become_dotted_names():
 
 
 @given(st.dictionaries(st.text(max_size=300), json_values, max_size=3))
-def test_mlflow_accepts_whatever_a_recipe_may_hold(recipe: dict[str, object]):
+def test_flatten_any_recipe_is_accepted_by_mlflow(recipe: dict[str, object]):
     _validate_batch_log_data([], [Param(*item) for item in flatten({"recipe": recipe}).items()], [])
     assert flatten({}) == {}
     _validate_batch_log_data(
@@ -47,7 +47,7 @@ def test_mlflow_accepts_whatever_a_recipe_may_hold(recipe: dict[str, object]):
     )
 
 
-def test_a_value_that_is_too_long_is_cut_and_says_so():
+def test_fit_too_long_value_is_cut_with_its_length_and_digest():
     text = "é" * 7000
     cut = flatten({"template": text})["template"]
     assert len(cut) == 6000
@@ -55,7 +55,7 @@ def test_a_value_that_is_too_long_is_cut_and_says_so():
     assert fit("x" * 6000, 6000) == "x" * 6000
 
 
-def test_step_and_eval_events_give_metrics_under_their_own_names():
+def test_metrics_of_step_and_eval_events_keep_their_names():
     step = {"event": "step", "time": 12.3456, "step": 3, "loss": 0.5, "rewards/chosen": -1, "note": "x", "flag": True}
     assert [(m.key, m.value, m.timestamp, m.step) for m in metrics_of(step)] == [
         ("loss", 0.5, 12346, 3),
@@ -66,12 +66,12 @@ def test_step_and_eval_events_give_metrics_under_their_own_names():
     assert metrics_of({"event": "note", "time": 1.0, "text": "x"}) == []
 
 
-def test_values_that_are_not_finite_are_recognised():
+def test_is_finite_nan_and_infinity_are_false():
     metrics = metrics_of({"event": "step", "time": 1.0, "step": 1, "a": math.nan, "b": -math.inf, "c": 0.0})
     assert [is_finite(metric) for metric in metrics] == [False, False, True]
 
 
-def test_a_data_set_is_known_by_its_fingerprint():
+def test_dataset_input_has_the_fingerprint_as_digest():
     fingerprint = hashlib.sha256(b"pairs").hexdigest()
     used = dataset_input(DatasetRef("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
     _validate_dataset_inputs([used])

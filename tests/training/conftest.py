@@ -1,4 +1,4 @@
-"""What tests of jobs share: a tiny world, a workshop for real jobs in this process, and a forker of ranks."""
+"""Fixtures for tests of jobs: a tiny model with its data, and a process that forks ranks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from training.contract.protocol.job import Job
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Tiny tensors gain nothing from threads, which wait for each other in a loop where tests run side by side."""
+    """Use one thread: tiny tensors do not gain from more, and threads of parallel tests wait for each other."""
     torch.set_num_threads(1)
 
 
@@ -33,12 +33,12 @@ def tiny_world(untouched_world: TinyWorld, tmp_path: Path) -> TinyWorld:
 
 @dataclass(frozen=True)
 class Forker:
-    """Runs jobs on forked ranks, in a process that has imported everything: `fork_program` says how."""
+    """Runs jobs on forked ranks, in a process that has imported all modules (`programs/fork_program.py`)."""
 
     process: "subprocess.Popen[str]"
 
     def run(self, job: Job, world: int = 1, nodes: int = 1, **end: float) -> list[int]:
-        """The exit status of each rank of a whole job, published when it ends well."""
+        """Run a job and publish its artifact. Return the exit status of each rank."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"job": str(job.path), "world": world, "nodes": nodes, "end": end}) + "\n")
         self.process.stdin.flush()

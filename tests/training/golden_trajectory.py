@@ -1,13 +1,13 @@
-"""The golden trajectory: what 50 steps of preference tuning give, kept in a file, so that no change of it goes unnoticed.
+"""The golden trajectory: the metrics of 50 steps of preference tuning, kept in a file, so that a test notices changes.
 
-    python -m tests.training.golden_trajectory      # accept the trajectory as it is now; commit the file with the reason
+    python -m tests.training.golden_trajectory      # accept the current trajectory; commit the file with the reason
 
-The run is the real `policy` job on the tiny world of worlds.py: 38 pairs, batches of 8, so ten epochs and ten batches that
-are not full; AdamW with decay, warm-up and cosine, clipping in most steps, micro-batches of 128 tokens, one thread.
+The run is the real `policy` job on the tiny model of worlds.py: 38 pairs, batches of 8, so ten epochs and ten smaller batches.
+AdamW with decay, warm-up and cosine; clipping in most steps; micro-batches of 128 tokens; one thread.
 
-Processors differ in the last bits. To see by how much, run the test under `ATEN_CPU_CAPABILITY=default` or `avx2` (torch's
-kernels) and `MKL_CBWR=COMPATIBLE` or `AVX2` (the matrix products): a loss moved by 1.3e-6 at most, a margin by 2.5e-6, a
-norm of the gradient by 2e-6 of itself.
+CPUs differ in the last bits. To measure it, run the test with `ATEN_CPU_CAPABILITY=default` or `avx2` (torch's kernels) and
+`MKL_CBWR=COMPATIBLE` or `AVX2` (matrix products). A loss differed by 1.3e-6 at most, a margin by 2.5e-6, and a gradient norm by
+a relative 2e-6.
 """
 
 import json
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def trajectory(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Train in `folder`; each series, a number a step, and the fingerprint of the trained weights."""
+    """Train in `folder`. Return each series, one number per step, and the fingerprint of the trained weights."""
     job: Job = build_world(folder).job("policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json"))
     made = run(job, ALONE, EventWriter(job.events))
     steps = [event for event in read_events(job.events) if event["event"] == "step"]

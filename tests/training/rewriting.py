@@ -1,7 +1,7 @@
-"""A world whose base model somebody rewrites while jobs read it: jobs as the launching side describes them, and a hand.
+"""Helpers to rewrite a base model while jobs read it.
 
-The files of artifacts and of the base are stamped before a job reads them. A hand follows the events of a job, as a person
-follows its progress, and acts once at a given moment.
+`Place` describes jobs like the launching side: with stamps of the files of artifacts and base. `Hand` follows the events of a
+job and acts once, at a given event.
 """
 
 import shutil
@@ -49,7 +49,7 @@ _READ: dict[JobKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A store with the pairs and the table of a world, and the base model beside it."""
+    """A store with the pairs and the table of a tiny world, and the base model beside it."""
 
     root: Path
 
@@ -114,14 +114,14 @@ def made(job: Job) -> Artifact | None:
 
 
 def write_in_place(file: Path, content: bytes) -> None:
-    """As `cp` does: the file is truncated first, so a map of it loses its pages, even those that its process has changed."""
+    """Rewrite a file like `cp`: truncated first, so a memory map of it loses its pages, also changed private ones."""
     with open(file, "r+b") as opened:
         opened.truncate()
         opened.write(content)
 
 
 def other_weights(file: Path) -> bytes:
-    """A model of the same shape whose weights are two percent larger."""
+    """Return the file of a model of the same shape with weights that are two percent larger."""
     tensors = {name: tensor * 1.02 for name, tensor in load_file(file).items()}
     save_file(tensors, aside := file.with_name("aside"), metadata={"format": "pt"})
     content = aside.read_bytes()
@@ -130,7 +130,7 @@ def other_weights(file: Path) -> bytes:
 
 
 class Hand(threading.Thread):
-    """Calls `act` once, as soon as an event of `job` is told for which `when` holds."""
+    """Calls `act` once, at the first event of `job` for which `when` is true."""
 
     def __init__(self, job: Job, when: Callable[[Event], bool], act: Callable[[], None]) -> None:
         super().__init__(daemon=True)

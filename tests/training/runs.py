@@ -1,4 +1,4 @@
-"""Runs of preference tuning: their settings, a run in this process, what it told, and a naive loop to hold beside it."""
+"""Runs of preference tuning: their settings, a run in this process, its events, and a naive loop to compare with."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def tune(job: Job) -> JobResult:
 
 
 def told(of: Job | Artifact, *kinds: str) -> list[dict[str, Any]]:
-    """The events of these kinds, by default of steps; a published policy holds those of its job."""
+    """Return the events of these kinds, by default the steps. A published policy holds the events of its job."""
     return [e for e in read_events(of.folder / "events.jsonl") if e["event"] in (kinds or ("step",))]
 
 
@@ -54,13 +54,15 @@ def losses(of: Job | Artifact) -> list[float]:
 
 
 def timeless(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events less what depends on the clock and on memory."""
+    """Return the events without the fields that depend on clock or memory."""
     return [{name: value for name, value in event.items() if name not in TIMED} for event in events]
 
 
 def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
-    """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
-    order of the data. `model` is the reference model with what is trained of it, by default all."""
+    """Yield the losses of DPO by its paper: one unpadded sequence at a time, with torch's AdamW and clipping.
+
+    Only the order of the data is ours. `model` is the reference model; its parameters with gradients are trained.
+    """
     model = model or AutoModelForCausalLM.from_pretrained(world.model)
     table = load_file(world.reference / "logprobs.safetensors")
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -85,7 +87,7 @@ def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -
 
 
 def published(job: Job, statuses: list[int]) -> Artifact:
-    """What forked ranks made of `job`, all of which ended with these statuses."""
+    """Return the artifact of `job`. Its forked ranks must have ended with status 0."""
     assert set(statuses) == {0}, job.log.read_text()[-3000:]
     found = Store(job.store).find(job.artifact, job.derivation.key)
     assert found is not None
@@ -93,7 +95,7 @@ def published(job: Job, statuses: list[int]) -> Artifact:
 
 
 def on_two_ranks(place: Path, work: Callable[[Group], Any]) -> list[Any]:
-    """What `work` gives on each of two real ranks that talk over gloo: forks of this process, which has imported everything."""
+    """Return the results of `work` on two real ranks, connected by gloo: forks of this process."""
     children = []
     for rank in range(2):
         if (child := os.fork()) == 0:
@@ -112,7 +114,7 @@ def on_two_ranks(place: Path, work: Callable[[Group], Any]) -> list[Any]:
 
 
 def shift_reference(world: Any, row: int, nats: float) -> None:
-    """Have the table of reference log-probs be wrong in one pair."""
+    """Make one log-prob of the reference table wrong."""
     table = LogProbTable.read(world.reference, len(world.examples))
     table.logprobs_P2[row, 0] += nats
     table.write(world.reference)

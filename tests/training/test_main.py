@@ -1,4 +1,4 @@
-"""The entry point with real work of the data kinds: what it publishes, and what it writes when that fails."""
+"""The entry point with real data jobs: the published artifact, and the error that a failure writes."""
 
 import errno
 import importlib
@@ -20,7 +20,7 @@ from training.contract.errors import TrainingError
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store.store import Store
-from training.main import WORK, _explained, main
+from training.main import WORK, _explain, main
 
 PAIR = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -49,13 +49,13 @@ def failure(job: Job) -> Failure:
     return Failure.model_validate_json(job.error.read_bytes())
 
 
-def test_every_kind_of_job_has_its_work() -> None:
+def test_every_job_kind_has_a_module_with_run() -> None:
     assert set(WORK) == set(get_args(JobKind))
     assert all(callable(importlib.import_module(module).run) for module in WORK.values())
 
 
-def test_training_does_not_import_what_reads_data(tiny_world: TinyWorld) -> None:
-    """The libraries that read data are 90 MB in every rank; a line that imports them is another job's own."""
+def test_policy_job_does_not_import_data_libraries(tiny_world: TinyWorld) -> None:
+    """These libraries need 90 MB in every rank."""
     job = tiny_world.job("policy", settings(max_steps=1))
     code = "import sys; from pathlib import Path; from training.main import main; print(main(Path(sys.argv[1])), "
     code += "[m for m in ('datasets', 'pandas') if m in sys.modules])"
@@ -63,15 +63,15 @@ def test_training_does_not_import_what_reads_data(tiny_world: TinyWorld) -> None
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0 []\n"
 
 
-def test_reading_data_does_not_import_the_compiler(make_job: MakeJob) -> None:
-    """torch's is more than a thousand modules, with sympy. Making algorithms deterministic imports it."""
+def test_preferences_job_does_not_import_the_compiler(make_job: MakeJob) -> None:
+    """torch's compiler has more than a thousand modules, with sympy. Deterministic algorithms import it."""
     code = f"import sys; from pathlib import Path; from training.main import main; main(Path({str(make_job().path)!r}))"
     code += "; print([m for m in ('torch._dynamo', 'sympy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
-    """Nothing that an earlier attempt left in the staging folder gets into the artifact, and nothing stays behind."""
+def test_main_publishes_only_files_of_this_attempt(make_job: MakeJob) -> None:
+    """A file of an earlier attempt in the staging folder is not published. The staging folder is removed."""
     job = make_job()
     job.staging.mkdir(parents=True)
     (job.staging / "left-by-a-killed-attempt").touch()
@@ -83,7 +83,7 @@ def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
     assert not job.staging.exists()
 
 
-def test_checkpoints_go_once_their_artifact_is_published(make_job: MakeJob, tmp_path: Path) -> None:
+def test_main_removes_checkpoints_after_publishing_only(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job()
     (job.checkpoints / "step-00000001").mkdir(parents=True)
     data = (tmp_path / "pairs.jsonl").read_text()
@@ -93,8 +93,8 @@ def test_checkpoints_go_once_their_artifact_is_published(make_job: MakeJob, tmp_
     assert main(job.path) == 0 and not job.checkpoints.exists()
 
 
-def test_the_same_contents_again_leave_no_staging_folder(make_job: MakeJob) -> None:
-    """Other settings, the same outcome: a validation fraction of 0.1 or 0.1000001 puts this one pair on one side."""
+def test_main_with_contents_published_before_removes_staging(make_job: MakeJob) -> None:
+    """Two derivations with the same contents: validation fractions of 0.1 and 0.1000001 give this pair the same split."""
     first, second = make_job(0.1), make_job(0.1000001)
     for job in (first, second):
         assert main(job.write()) == 0
@@ -104,72 +104,69 @@ def test_the_same_contents_again_leave_no_staging_folder(make_job: MakeJob) -> N
     assert found[0].folder == found[1].folder
 
 
-def test_what_a_person_can_act_on_is_told_without_a_traceback(
+def test_main_with_user_error_writes_no_traceback(
     make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job()
     (tmp_path / "pairs.jsonl").unlink()
-    said = failure(job)
-    assert (said.type, said.rank, said.traceback) == ("DataError", 0, "")
-    assert str(tmp_path / "pairs.jsonl") in said.message
-    assert capsys.readouterr().err == f"DataError: {said.message}\n"
+    error = failure(job)
+    assert (error.type, error.rank, error.traceback) == ("DataError", 0, "")
+    assert str(tmp_path / "pairs.jsonl") in error.message
+    assert capsys.readouterr().err == f"DataError: {error.message}\n"
 
 
-def test_a_programmers_mistake_is_told_with_its_traceback(make_job: MakeJob) -> None:
-    said = failure(make_job(validation_fraction="a tenth"))
-    assert said.traceback.startswith("Traceback (most recent call last)")
-    assert said.traceback.rstrip().endswith(f"{said.type}: {said.message}")
+def test_main_with_programming_error_writes_its_traceback(make_job: MakeJob) -> None:
+    error = failure(make_job(validation_fraction="a tenth"))
+    assert error.traceback.startswith("Traceback (most recent call last)")
+    assert error.traceback.rstrip().endswith(f"{error.type}: {error.message}")
 
 
-def test_memory_that_numpy_lacks_is_told_with_advice(make_job: MakeJob) -> None:
-    """A petabyte, which no machine has: its error is of another kind than torch's."""
+def test_explain_memory_error_of_numpy_gives_advice(make_job: MakeJob) -> None:
+    """No machine has a petabyte. numpy's error has another class than torch's."""
     with pytest.raises(MemoryError) as lacking:
         np.zeros(1 << 50, np.uint8)
-    told = _explained(make_job(), lacking.value)
-    assert isinstance(told, TrainingError)
-    assert "raw_preferences: Unable to allocate 1.00 PiB" in str(told) and "more memory" in str(told)
+    error = _explain(make_job(), lacking.value)
+    assert isinstance(error, TrainingError) and error.code == "out-of-memory"
+    assert "raw_preferences: Unable to allocate 1.00 PiB" in str(error) and "more memory" in str(error)
 
 
-def test_the_first_account_of_a_failure_stays(make_job: MakeJob, tmp_path: Path) -> None:
+def test_main_keeps_error_file_of_another_rank(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job()
-    job.error.write_text("what another rank said before")
+    job.error.write_text("error of another rank")
     (tmp_path / "pairs.jsonl").unlink()
     assert main(job.path) == 1
-    assert job.error.read_text() == "what another rank said before"
+    assert job.error.read_text() == "error of another rank"
 
 
-def test_a_process_whose_supervisor_is_gone_does_nothing(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    monkeypatch.setenv(SUPERVISOR, str(gone.pid))
+def test_main_without_its_supervisor_exits_at_once(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setenv(SUPERVISOR, str(ended.pid))
     job = make_job()
-    with pytest.raises(SystemExit, match=f"process {gone.pid}"):
+    with pytest.raises(SystemExit, match=f"process {ended.pid}"):
         main(job.path)
     assert not job.events.exists()
 
 
-def test_a_full_disk_is_told_with_what_to_do_and_without_a_traceback(make_job: MakeJob) -> None:
-    """/dev/full takes nothing, as a disk without a free byte."""
+def test_main_on_full_disk_writes_free_bytes_and_no_traceback(make_job: MakeJob) -> None:
+    """/dev/full refuses every write, like a full disk."""
     job = make_job()
     job.events.parent.mkdir(parents=True, exist_ok=True)
     job.events.symlink_to("/dev/full")
-    said = failure(job)
-    assert (said.type, said.traceback) == ("StoreError", "")
-    assert "bytes free" in said.message and "No space left on device; make room and run again" in said.message
+    error = failure(job)
+    assert (error.type, error.traceback) == ("StoreError", "")
+    assert "bytes free" in error.message and "No space left on device" in error.message
 
 
-def test_a_quota_or_another_full_place_is_told_in_its_own_words(
+def test_main_on_exceeded_quota_writes_the_error_of_the_system(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free bytes of the store alone would puzzle whoever reads of a full disk."""
+    """The free bytes of the store alone would not explain a quota or another full disk."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/elsewhere/part")
 
     monkeypatch.setattr("pyarrow.parquet.ParquetWriter", refuse)
-    said = failure(make_job())
-    assert said.type == "StoreError"
-    assert said.message.endswith(
-        "bytes free): OSError: [Errno 122] Disk quota exceeded: '/elsewhere/part'; make room and run again: what was "
-        "finished is kept"
-    )
+    error = failure(make_job())
+    assert error.type == "StoreError"
+    assert "OSError: [Errno 122] Disk quota exceeded: '/elsewhere/part'" in error.message

@@ -1,4 +1,4 @@
-"""What a job tells of the machine, the source and the libraries it ran with."""
+"""The provenance of an artifact: machine, source and libraries."""
 
 import json
 import platform
@@ -14,17 +14,17 @@ from training.jobs import policy
 from training.provenance import device_name, provenance
 
 
-def test_what_is_told():
-    told = provenance(ALONE)
-    assert json.loads(json.dumps(told)) == told
-    assert told["libraries"]["python"] == platform.python_version()
-    assert told["libraries"]["torch"] == torch.__version__
-    assert (told["world"], told["threads"]) == (1, torch.get_num_threads())
-    assert told["device"] == device_name(torch.device("cpu")) != ""
+def test_provenance_has_versions_threads_and_device():
+    record = provenance(ALONE)
+    assert json.loads(json.dumps(record)) == record
+    assert record["libraries"]["python"] == platform.python_version()
+    assert record["libraries"]["torch"] == torch.__version__
+    assert (record["world"], record["threads"]) == (1, torch.get_num_threads())
+    assert record["device"] == device_name(torch.device("cpu")) != ""
 
 
-def test_a_published_policy_tells_it_with_the_seconds_of_each_phase(tiny_world):
-    """In the details of its manifest and of its key; not in its identity, which is that of the weights alone."""
+def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
+    """The details of manifest and key have them. The fingerprint is made of the weights alone."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
     job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
     main.make(job, ALONE)
@@ -36,8 +36,8 @@ def test_a_published_policy_tells_it_with_the_seconds_of_each_phase(tiny_world):
     assert details["peaks_mb"]["saving"] >= details["peaks_mb"]["proof"] > 0
 
 
-def test_a_run_that_is_taken_up_again_adds_its_seconds_to_those_before(tiny_world):
-    """A second attempt resumes after the last step: it loads once more, and trains no step."""
+def test_resumed_run_adds_its_seconds(tiny_world):
+    """The second attempt resumes after the last step: it loads the model again, and trains no step."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
     job: Job = tiny_world.job("policy", settings, checkpoint_every=2)
     policy.run(job, ALONE, EventWriter(job.events))

@@ -1,4 +1,4 @@
-"""Real jobs, done in this process, each published in one store."""
+"""Run real jobs in this process, and publish their artifacts in one store."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ from training.contract.store.store import Artifact, JobResult, Store
 from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")
-# Where a recipe would name them.
+# The places in a recipe that name them.
 NAMED = {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "chat_template")}
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """Does real jobs, one after the other and in this process, and publishes what they make in a store of its own."""
+    """Runs real jobs in this process, one after the other, and publishes their artifacts in its own store."""
 
     folder: Path
     compute: Compute = ON_CPU
@@ -38,12 +38,12 @@ class Workshop:
         settings: dict[str, Any],
         locations: dict[str, Any] | None = None,
     ) -> Job:
-        """A job on artifacts, or on folders that stand for one (whose fingerprint is then their name's, repeated)."""
+        """Return a job on artifacts or folders. The fingerprint of a folder is made from its name."""
         job = Job(
             kind=kind,
             artifact=artifact,
             code_version="1",
-            inputs={name: _as_input(name, given) for name, given in inputs.items()},
+            inputs={name: _as_input(name, source) for name, source in inputs.items()},
             settings=settings,
             locations=locations or {},
             compute=self.compute,
@@ -55,7 +55,7 @@ class Workshop:
         return job
 
     def source(self, rows: dict[str, int | None] | None = None) -> dict[str, Artifact | Path]:
-        """What a preferences job is made from: a source whose files have so many `rows`, by default none that were counted."""
+        """Publish the input of a preferences job: a source with `rows` by file, by default not counted."""
         details = {"rows": rows or {"rows.jsonl": None}}
         how, store = (
             Derivation(kind="preference_source", code_version="1", inputs={}, settings=details),
@@ -65,14 +65,14 @@ class Workshop:
             return {how.kind: store.publish(staging, how, JobResult(how.key, details))}
 
     def read(self, rows: Path, validation_fraction: float) -> Artifact:
-        """The preferences in the file `rows`."""
+        """Run a preferences job on the file `rows`."""
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(rows), "format": "auto"}])
         return self.do(self.job("preferences", "raw_preferences", self.source(), settings, where))
 
     def tokenize(self, raw: Artifact, tokenizer: Path, rules: dict[str, Any]) -> Artifact:
-        """The pairs of `raw` by the tokenizer in the folder `tokenizer`."""
+        """Tokenize the pairs of `raw` with the tokenizer in the folder `tokenizer`."""
         where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
         settings = {**rules, **hashes_of(tokenizer)}
         spec = self.do(self.job("tokenizer", "tokenization_spec", {}, settings, where))
@@ -88,19 +88,19 @@ class Workshop:
 
 
 def locations_of(sources: list[dict[str, Any]], listed: list[list[DataFile]] | None = None) -> dict[str, Any]:
-    """Where the preferences job finds `sources`: in the files `listed` for each of them, or in what they stand for now."""
+    """Return the locations of a preferences job: the files `listed` for each source, or by default its current files."""
     listed = listed or [data_files(source["path"]) if "path" in source else [] for source in sources]
     return {"sources": sources, "files": [[file.model_dump(mode="json") for file in files] for files in listed]}
 
 
 def hashes_of(tokenizer: Path, chat_template: Path | None = None) -> dict[str, Any]:
-    """What the settings of the tokenizer job say of its files, as they are now."""
+    """Return the hashes in the settings of a tokenizer job, of the current files."""
     hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
     template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
     return {"files": hashes, "chat_template": template, "config": class_fields(tokenizer)}
 
 
-def _as_input(name: str, given: Artifact | Path) -> Input:
-    if isinstance(given, Path):
-        return Input(kind=name, fingerprint=given.name.encode().hex()[:64].ljust(64, "0"), folder=given)
-    return Input(kind=given.manifest.kind, fingerprint=given.fingerprint, folder=given.folder)
+def _as_input(name: str, source: Artifact | Path) -> Input:
+    if isinstance(source, Path):
+        return Input(kind=name, fingerprint=source.name.encode().hex()[:64].ljust(64, "0"), folder=source)
+    return Input(kind=source.manifest.kind, fingerprint=source.fingerprint, folder=source.folder)

@@ -1,4 +1,4 @@
-"""A tiny world to train in: a random Llama, random pairs, and the reference's log-probs by plain transformers."""
+"""A tiny set of inputs for training: a random Llama, random pairs, and reference log-probs by plain transformers."""
 
 import copy
 import shutil
@@ -26,7 +26,7 @@ Examples = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """Folders of artifacts as a job gets them, the pairs they hold, and a way to make jobs on them."""
+    """Folders of a job's input artifacts, and their pairs."""
 
     root: Path
     examples: Examples
@@ -44,7 +44,7 @@ class TinyWorld:
         return self.root / "reference"
 
     def copied_to(self, root: Path) -> "TinyWorld":
-        """The same world for somebody who may change it."""
+        """Return a copy that may be changed."""
         shutil.copytree(self.root, root, dirs_exist_ok=True)
         return TinyWorld(root, copy.deepcopy(self.examples))
 
@@ -55,12 +55,12 @@ class TinyWorld:
             "reference_model": self.model,
             "base_model": self.model,
         }
-        wanted = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
+        names = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
         job = Job(
             kind=kind,
             artifact="reference_model" if kind == "sft" else "policy",
             code_version="1",
-            inputs={n: Input(kind=n, fingerprint="0" * 64, folder=folders[n]) for n in wanted},
+            inputs={name: Input(kind=name, fingerprint="0" * 64, folder=folders[name]) for name in names},
             settings=settings,
             locations={},
             compute=Compute.model_validate({"device": "cpu", **compute}),
@@ -74,7 +74,7 @@ class TinyWorld:
 
     @staticmethod
     def plain_logprob(model: PreTrainedModel, example: dict[str, Any], side: str) -> torch.Tensor:
-        """The summed log-prob of the masked tokens: one unpadded sequence, log-softmax over all logits."""
+        """Return the summed log-prob of the trained tokens: one unpadded sequence, log-softmax over all logits."""
         ids, mask = torch.tensor(example[f"{side}_ids"]), torch.tensor(example[f"{side}_mask"])
         logits = model(input_ids=ids[None]).logits[0, :-1].float()
         return (logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
@@ -91,7 +91,7 @@ def build_world(
     tied: bool = True,
     arrange: Callable[[Examples], Examples] = list,
 ) -> TinyWorld:
-    """A world in `root`; `arrange` may put its examples in another order before they are written."""
+    """Write a tiny world into `root`. `arrange` may change or reorder its examples before."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -138,13 +138,13 @@ def _write_pairs(world: TinyWorld) -> None:
 
 
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
-    """A tokenizer of `words`, whose numbers are their places."""
+    """Write a tokenizer of `words`. The id of a word is its index."""
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
 def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
-    """The table, by plain transformers, of `model` in its dtype."""
+    """Write the table of reference log-probs of `model`, computed by plain transformers in its dtype."""
     world.reference.mkdir(exist_ok=True)
     with torch.no_grad():
         logprobs = [[float(world.plain_logprob(model, each, side)) for side in SIDES] for each in world.examples]

@@ -114,6 +114,13 @@ def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
     return latest_of(instance, [key])[key]
 
 
+def check_error(message: object, code: str, *values: object) -> None:
+    """Check that an error's message ends with its code and holds `values`, whatever its wording is."""
+    text = str(message).strip()
+    assert text.endswith(f"[{code}]"), text
+    assert [value for value in map(str, values) if value not in text] == [], text
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -23,13 +23,13 @@ from workflows.cli.output import (
     REFUSALS,
     JsonGroup,
     explained,
-    people,
     print_error,
     print_found,
     print_json,
     reporting,
     results,
     stdout_for_results,
+    user_console,
 )
 from workflows.cli.progress import at_work
 from workflows.cli.rescore import rescore
@@ -93,7 +93,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
     """Run one recipe after the other, until an interruption. One that fails outside its assets has an `error` and no report."""
     reports: list[dict[str, Any]] = []
     for loaded in found:
-        people.print(f"[bold]{loaded.pipeline.name}[/]")
+        user_console.print(f"[bold]{loaded.pipeline.name}[/]")
         try:
             report = _run(loaded, select)
         except REFUSALS as error:
@@ -111,7 +111,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
     if as_json:
         print_json({"recipe": found[0].pipeline.name, "runs": reports})
     if failed := [report["recipe"] for report in reports if not report["succeeded"]]:
-        people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
+        user_console.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
 
 
@@ -186,7 +186,7 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
                 f"`--html {html}` cannot be written: {error.filename or html}: {error.strerror}; name another file",
                 "unwritable-file",
             ) from error
-        people.print(f"Written: {html.absolute()}", markup=False)
+        user_console.print(f"Written: {html.absolute()}", markup=False)
     print_found(as_json, asdict(found), tables.inspected, found)
 
 

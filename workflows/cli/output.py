@@ -46,7 +46,7 @@ class SanitizedConsole(Console):
 
 
 results = SanitizedConsole(highlight=False)
-people = SanitizedConsole(stderr=True, highlight=False)
+user_console = SanitizedConsole(stderr=True, highlight=False)
 
 
 class JsonGroup(click.Group):
@@ -120,7 +120,7 @@ def explained(error: BaseException) -> str:
 
 def print_error(message: str) -> None:
     # Not wrapped: paths stay whole, and piped text keeps its lines.
-    people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    user_console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def print_found(

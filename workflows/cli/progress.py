@@ -15,7 +15,7 @@ from assets.execution.job_log import EventLines
 from assets.pipeline.pipeline import Services, emitting
 from training.contract.identity.file_hashing import report_hashing_to
 from training.contract.protocol.events import Event
-from workflows.cli.output import people
+from workflows.cli.output import user_console
 from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
 
 _SECONDS_BETWEEN_LINES = 60.0
@@ -27,7 +27,7 @@ _REMAINING_WIDTH = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # figures
 def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
     """Yield the services and the Dagster instance for a command. Meanwhile show the progress of jobs and of hashing."""
     with (
-        ProgressBars(people) as progress,
+        ProgressBars(user_console) as progress,
         dagster_instance() as instance,
         report_hashing_to(emitting(progress.hear, _NO_ASSET)),
     ):

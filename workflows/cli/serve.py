@@ -11,7 +11,7 @@ import click
 
 from model_registry.model_version import Version
 from model_registry.registry import Registry
-from workflows.cli.output import people, print_error, reporting, results
+from workflows.cli.output import print_error, reporting, results, user_console
 from workflows.cli.terminal_chat import Conversation, converse
 from workflows.orchestration.resources import build_services, pedigree_home, prepare_home
 from workflows.servers.model_server import model_server, named_version
@@ -33,7 +33,7 @@ def serve(model: str, host: str, port: int) -> None:
     version, folder = _find_version(model)
     with (
         suppress(KeyboardInterrupt),
-        model_server(version, folder, _logs(), host, port, people.print) as address,
+        model_server(version, folder, _logs(), host, port, user_console.print) as address,
     ):
         results.print(f"{version.name}, version {version.number}: {address}/v1/chat/completions", soft_wrap=True)
         threading.Event().wait()
@@ -55,7 +55,10 @@ def chat(model: str, temperature: float, max_tokens: int, system: str | None) ->
     version, folder = _find_version(model)
     settings = {"model": version.name, "temperature": temperature, "max_tokens": max_tokens}
     messages = [{"role": "system", "content": system}] if system else []
-    with suppress(KeyboardInterrupt), model_server(version, folder, _logs(), LOOPBACK, 0, people.print) as address:
+    with (
+        suppress(KeyboardInterrupt),
+        model_server(version, folder, _logs(), LOOPBACK, 0, user_console.print) as address,
+    ):
         for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C, they end the whole command
             signal.signal(number, _end)
         converse(Conversation(address, settings, messages), _write, print_error)

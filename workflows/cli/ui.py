@@ -12,7 +12,7 @@ from assets.execution.run_liveness import fail_orphaned_runs
 from assets.pipeline.pipeline import Services
 from model_registry.connection import connect, page
 from training.contract.errors import PedigreeError
-from workflows.cli.output import people, reporting, results
+from workflows.cli.output import reporting, results, user_console
 from workflows.commands.run import warn_of_unlimited_gpu
 from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
 from workflows.recipes.component import DEFS
@@ -59,7 +59,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
             connect(address)
         fail_orphaned_runs(instance, home)
         warn_of_unlimited_gpu(instance)
-    with web_servers(home, registry, port, mlflow_port, people.print) as (dagster, mlflow):
+    with web_servers(home, registry, port, mlflow_port, user_console.print) as (dagster, mlflow):
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
         for address in _pages_of_runs(mlflow, services, listed):
             results.print(f"MLflow:  {address}", soft_wrap=True)
@@ -74,11 +74,13 @@ def _report_problems(listed: list[ExtraRecipe], named: list[Path]) -> None:
             continue
         if extra.folder in named:
             raise error
-        people.print(f"{error}\nThe runs of {extra.name} fail until it is repaired.", markup=False, soft_wrap=True)
+        user_console.print(
+            f"{error}\nThe runs of {extra.name} fail until it is repaired.", markup=False, soft_wrap=True
+        )
 
 
 def _pages_of_runs(mlflow: str, services: Services, listed: list[ExtraRecipe]) -> list[str]:
-    """Return the address of the runs of each recipe with runs; if there are no runs, the list of experiments.
+    """Return the address of the runs of each recipe with runs; without runs, the list of experiments.
 
     From that list, a click leads to MLflow's page for chat traces, which is empty.
     """

@@ -27,7 +27,7 @@ from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
 SHOWN_VALUES = {"accuracy": accuracy, "margin": margin, "loss": loss}
-# Artifacts by the section of the recipe for their settings, and artifacts shown there by content, not by path.
+# The recipe's section for the settings of an artifact, and the fields of artifacts shown by content instead of path.
 _SECTIONS = {
     "raw_preferences": "data",
     "tokenization_spec": "tokenization",
@@ -41,7 +41,7 @@ _CONTENTS = {"preference_source": "data.sources", "base_model": "reference.model
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The last evaluation of a recipe; without `values` (by measure, then by pair) there is none.
+    """The last evaluation of a recipe; `values` (by measure, then by pair) are empty if it is missing.
 
     `settings` have the recipe's dotted names; losses are comparable if their `scale` is equal; `prompts` are by pair.
     `lacks_source`: none of its pairs is from the requested sources.

@@ -11,7 +11,7 @@ has checkpoints, and an unreadable job keeps it for a day. Downloaded versions s
 while a run is unfinished.
 
 The rest is removed: other artifacts, folders of ended jobs, abandoned staging folders, corrupt artifacts set aside. Each is
-removed under the lock of its users, so an item in use again stays. Downloads have no such lock, and stay if a run has begun.
+removed under the lock of its users, so an item in use again stays. Downloads lack such a lock, and stay if a run has begun.
 Folders behind a symbolic link stay too.
 
 Dagster's records of automation conditions, megabytes for each run, are removed after 30 days. Dagster removes them only if its
@@ -78,8 +78,8 @@ class GcReport:
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> GcReport:
     """List unreferenced files, and remove them if `delete`.
 
-    Raises RegistryError if the registry does not answer or is another one, StoreError if Dagster's instance is another one,
-    CorruptRecord if the ancestors of a current artifact are unknown: a run repairs that record.
+    Raises RegistryError if the registry does not answer or is another one, and StoreError if Dagster's instance is another
+    one. Raises CorruptRecord if the ancestors of a current artifact are unknown: a run repairs that record.
     """
     check_same_instance(instance, services.home)
     fail_orphaned_runs(instance, services.home)
@@ -169,7 +169,7 @@ class GarbageCollector:
         return latest_of(self._instance, self._instance.get_asset_keys())
 
     def _materialized(self) -> Iterator[Reference]:
-        """Yield the latest materializations and those of unfinished runs: such a run continues from its own."""
+        """Yield the latest materializations and, for unfinished runs, their own ones: such a run continues from these."""
         maps = [self._latest]
         maps += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
         for key, recorded in chain.from_iterable(some.items() for some in maps):
@@ -232,7 +232,7 @@ class GarbageCollector:
         return [self._store.lock_file(job.artifact, job.derivation.key)]
 
     def _has_ended(self, folder: Path) -> bool:
-        """Return whether nothing is left to resume: the job published its artifact, or has no checkpoint."""
+        """Return whether nothing is left to resume: the job published its artifact, or lacks checkpoints."""
         job = _read_job(folder)
         if job is None:
             return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS

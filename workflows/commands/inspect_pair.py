@@ -37,8 +37,8 @@ def inspect_row(
 ) -> InspectedRow:
     """Return the row `row` of the tokenized `raw_preferences`. With `score`, compute missing log-probs of the policy.
 
-    The tokens are those of a run now if they exist, for example after a plan; else those of the latest run. Raises UsageError
-    if the row is missing or was dropped, or nothing was tokenized.
+    Prefer the tokens of a run now, which exist for example after a plan, to those from the latest run. Raises UsageError if
+    the row is missing or was dropped, or nothing was tokenized.
     """
     history = History(instance, pipeline, services.store)
     pairs = _current_tokens(pipeline, services) or _latest_tokens(history)

@@ -163,7 +163,7 @@ def _check_runs(result: dg.ExecuteInProcessResult, pipeline: Pipeline) -> Iterat
 
 
 def _asset_run(asset: str, materialization: Materialization | None, errors: Collection[str]) -> AssetRun:
-    """Return the outcome of an asset. `errors` are its own and those of its checks."""
+    """Return the outcome of an asset. `errors` include those from its checks."""
     fingerprint, seconds = (
         (materialization.fingerprint, materialization.metadata["seconds"]) if materialization else (None, 0.0)
     )

@@ -63,7 +63,7 @@ class Verification:
 
 
 def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, rows: int) -> Verification:
-    """Verify the latest materializations. Raises UsageError if there are none, and the errors of a job."""
+    """Verify the latest materializations. Raises UsageError without any, and the errors of a job."""
     verifier = _Verifier(pipeline, services, instance)
     artifacts = [verified for asset in GRAPH if (verified := verifier.asset(asset)) is not None]
     if not artifacts:
@@ -100,7 +100,7 @@ class _Verifier:
         self._history = History(instance, pipeline, services.store)
 
     def asset(self, asset: str) -> VerifiedAsset | None:
-        """Return the latest materialization of the asset, verified; None if there is none."""
+        """Return the latest materialization of the asset, verified; None if it was never materialized."""
         recorded = self._history.latest(asset)
         if recorded.fingerprint is None:
             return None
@@ -108,7 +108,7 @@ class _Verifier:
         return VerifiedAsset(asset, recorded.fingerprint, fault is None, fault)
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
-        """Return the latest table with its pairs and its model; None if there is no table."""
+        """Return the latest table with its pairs and its model; None without a table."""
         key = self._history.latest("reference_logprobs").key
         table = None if key is None else self._services.store.find("reference_logprobs", key)
         if table is None:

@@ -108,7 +108,7 @@ def _check_timezone(name: str) -> None:
 def _check_date_exists(cron: str, timezone: str) -> None:
     """Raise ValueError if no date matches `cron`, as for 31 April: one such schedule breaks Dagster's page of all schedules.
 
-    Dagster has no public function for a schedule's dates, so use the partitions between them.
+    Dagster lacks a public function for a schedule's dates, so use the partitions between them.
     """
     days = dg.TimeWindowPartitionsDefinition(
         start=datetime.datetime(2000, 1, 1), cron_schedule=cron, timezone=timezone, fmt="%Y-%m-%dT%H:%M"

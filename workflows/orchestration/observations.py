@@ -1,6 +1,6 @@
 """Stale assets and their causes in Dagster's UI: an observation of each asset with changed causes.
 
-An observation has the texts of `pedigree status`. It has no data version, so it neither makes assets stale nor starts a run.
+An observation has the texts of `pedigree status`. It lacks a data version, so it neither makes assets stale nor starts a run.
 The latest observation is in Dagster's records, so each change is reported once, by any process. A sensor reads these records
 only if its cursor shows a new state.
 """

@@ -35,7 +35,7 @@ class PreferenceTuning(dg.Component):
     """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
 
     The attributes are a `RecipeDocument`; Dagster validates them and reports file, line and field of errors. The folder's
-    name is that of the pipeline, and begins the names of its variants.
+    name is the pipeline's name, and begins the names of its variants.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline]):

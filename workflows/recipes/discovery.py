@@ -1,6 +1,6 @@
 """Find recipes: a name under `workflows/defs/`, or the path of any folder with a `defs.yaml`.
 
-A file holds one pipeline or more: the recipe's own and those of its variants, such as `demo/hinge`.
+A file holds one pipeline or more: for the recipe itself and for its variants, such as `demo/hinge`.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def find_recipes(text: str) -> list[LoadedRecipe]:
 
 
 def recipe_folder(text: str) -> Path:
-    """Return the folder named by `text`. Raises UsageError with the known names if there is none."""
+    """Return the folder named by `text`. Raises UsageError with the known names for an unknown one."""
     if (folder := _folder(text)) is not None:
         return folder
     known = ", ".join(path.name for path in recipes_in(DEFS)) or "none"
@@ -71,8 +71,8 @@ def recipe_folder(text: str) -> Path:
 def recipe_folders(text: str) -> dict[Path, UsageError | None]:
     """Return the recipe folder named by `text`, or the recipe folders in it, each with its problem or None.
 
-    If it is both, the inner ones count: a recipe file saved above them by mistake would hide them. Raises UsageError if there
-    is no recipe.
+    If it is both, the inner ones count: a recipe file saved above them by mistake would hide them. Raises UsageError if both
+    are missing.
     """
     named = _folder(text)
     try:
@@ -97,7 +97,7 @@ def recipe_folders(text: str) -> dict[Path, UsageError | None]:
 def recipe_place(text: str) -> Path:
     """Return the folder named by `text`, for PEDIGREE_ONLY_RECIPES. It holds one recipe or several; more may be added later.
 
-    Raises UsageError if it has no recipe, or cannot be an entry of that list.
+    Raises UsageError if it lacks a recipe, or cannot be an entry of that list.
     """
     recipe_folders(text)
     path = _folder(text) or Path(text).resolve()
@@ -151,7 +151,7 @@ def recipe_problem(folder: Path) -> RecipeError | None:
 class ExtraRecipe:
     """A listed recipe, shown in the web UI as `name`.
 
-    `fault` keeps it from being shown, even if its defs.yaml is valid: the folder has no recipe, or another recipe has its
+    `fault` keeps it from being shown, even if its defs.yaml is valid: the folder lacks a recipe, or another recipe has its
     name or the name of one of its variants.
     """
 

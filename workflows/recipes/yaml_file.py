@@ -90,7 +90,7 @@ def check_one_recipe(file: Path) -> None:
 
 
 def types_in(file: Path) -> list[str]:
-    """Return the `type` of each document, or a note if it has no type. Raises RecipeError if the file cannot be read."""
+    """Return the `type` of each document, or a note for a missing one. Raises RecipeError if the file cannot be read."""
     return [_type_of(document) for document in _documents(file)]
 
 

@@ -33,9 +33,9 @@ LOST = "its files are no longer in the store"
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """`fingerprint` is that of the latest materialization; `causes` are the reasons for a new one.
+    """`fingerprint` identifies the latest materialization; `causes` are the reasons for a new one.
 
-    A fresh asset has none, except a released model with an unavailable registry: a cause then reports it.
+    A fresh asset lacks causes, except a released model with an unavailable registry: a cause then reports it.
     """
 
     asset: str

@@ -231,7 +231,7 @@ def test_undecodable_path_is_refused_with_its_bytes(home, tmp_path):
 
 @pytest.mark.parametrize("name", ["what?", "h%203"])
 @pytest.mark.parametrize("variable", ["PEDIGREE_HOME", "DAGSTER_HOME"])
-def test_home_with_a_question_mark_is_refused_before_anything_is_created(tmp_path, monkeypatch, name, variable):
+def test_home_with_unsupported_characters_is_refused_before_anything_is_created(tmp_path, monkeypatch, name, variable):
     (other := tmp_path / "other").mkdir()
     for each in ("PEDIGREE_HOME", "DAGSTER_HOME"):
         monkeypatch.setenv(each, str(tmp_path / name if each == variable else other))

@@ -24,7 +24,6 @@ def values(accuracies: list[float], factor: float = 1.0, start: int = 0) -> dict
 
 # Ten pairs; the second evaluation ranks five more of them rightly than the first. The differences, five ones and five zeros,
 # have the mean 1/2 and the variance 10 * (1/4) / 9; divided by 10 that is 1/36, so the standard error is 1/6.
-# the mean 1/2 and the variance 10 * (1/4) / 9; divided by 10 that is 1/36, so the standard error is 1/6.
 FIRST = Evaluated("a", {"training.seed": "0", "training.loss.beta": "0.1"}, {"loss": "x"}, values([0.0] * 10))
 SECOND = Evaluated(
     "a-b", {"training.seed": "0", "training.loss.beta": "0.5"}, {"loss": "y"}, values([0.0, 1.0] * 5, factor=4.0)

@@ -109,7 +109,7 @@ def test_waiting_work_takes_the_slot_of_a_dead_run(services, instance, caplog):
 
 @contextmanager
 def taken(instance: dg.DagsterInstance) -> Iterator[str]:
-    """Give the only slot of the pool to another run, and return its id."""
+    """Within the block another run holds the only slot of the pool. Yield its id."""
     other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
     instance.event_log_storage.set_concurrency_slots("gpu", 1)
     instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
@@ -121,7 +121,7 @@ def taken(instance: dg.DagsterInstance) -> Iterator[str]:
 def interrupted_when_it_waits(
     caplog: pytest.LogCaptureFixture, marked: dg.DagsterInstance | None = None
 ) -> Iterator[None]:
-    """Wait for the slot and be interrupted; `marked`: that run's latest was marked as canceled before."""
+    """Interrupt this process when it waits for the pool. In `marked`, the waiting run is first reported as canceled."""
 
     def interrupt() -> None:
         while "waiting for the pool gpu" not in caplog.text:

@@ -375,7 +375,7 @@ def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, service
 
 @dataclass
 class Outage:
-    """A dead server at port 9 of loopback, replaced by the database at the second connection."""
+    """A dead server at port 9 of loopback, replaced by the database from the registry's second query on."""
 
     services: Services
     questions: int = 0

@@ -13,6 +13,7 @@ import dagster as dg
 import pytest
 import yaml
 from dagster.components.component_scaffolding import scaffold_object
+from setuptools import find_packages
 
 from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
@@ -82,20 +83,21 @@ print(sorted({key.path[0] for key in defs().resolve_asset_graph().get_all_asset_
 
 def test_installed_package_shows_listed_recipes(tmp_path: Path):
     """Copy the files of a build: the packages in pyproject.toml, without recipes and without a Dagster project."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     site = tmp_path / "site"
-    for package in build["packages"]:
-        place = package.replace(".", "/")
-        (site / place).mkdir(parents=True)
-        for module in (ROOT / build["package-dir"].get(package, place)).glob("*.py"):
-            shutil.copy(module, site / place)
+    for root in (ROOT / folder for folder in build["where"]):
+        for package in find_packages(str(root), include=build["include"]):
+            part = package.replace(".", "/")
+            (site / part).mkdir(parents=True)
+            for module in (root / part).glob("*.py"):
+                shutil.copy(module, site / part)
     for name in ("one", "two"):
         write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
-    told = {"PYTHONPATH": str(site), "PEDIGREE_RECIPES": str(tmp_path / "recipes")}
+    variables = {"PYTHONPATH": str(site), "PEDIGREE_RECIPES": str(tmp_path / "recipes")}
     done = subprocess.run(
         [sys.executable, "-c", PIPELINES],
         cwd=tmp_path,
-        env=os.environ | told,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=True,
@@ -207,128 +209,121 @@ def test_key_of_a_tuned_model_is_unchanged():
 MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
 
 
+SOURCE_ONLY = "reference: {model: b}, release: {model_name: x}"
+
+
 @pytest.mark.parametrize(
-    ("attributes", "told"),
+    ("attributes", "message"),
     [
-        ("{%s, training: {batchsize: 3}}", "3: training.batchsize: there is no such field; did you mean `batch_size`?"),
-        ("{%s, training: {optimizer: {momentun: 0.5}}}", "training.optimizer.momentun: .*`momentum`"),
+        ("{%s, training: {batchsize: 3}}", r"3: training.batchsize: .*`batch_size`\? \[unknown-field\]"),
         (
-            "{%s, evaluation: {zzz: 3}}",
-            "evaluation.zzz: there is no such field; expected one of samples, max_new_tokens",
+            "{%s, training: {optimizer: {momentun: 0.5}}}",
+            r"training.optimizer.momentun: .*`momentum`.*\[unknown-field\]",
         ),
-        ("{%s, training: {batch_size: -4}}", "3: training.batch_size: input should be .* equal to 1, found -4"),
-        ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
-        ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
-        ("{%s, automation: {cron: every day}}", "3: automation.cron: every day: it .* expected five fields"),
-        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", r"3: automation.cron: 0 6 31 2,4 \*: it .* expected five fields"),
+        ("{%s, evaluation: {zzz: 3}}", r"evaluation.zzz: .* samples, max_new_tokens.*\[unknown-field\]"),
+        ("{%s, training: {batch_size: -4}}", r"3: training.batch_size: .* 1, .* -4 \[invalid-value\]"),
+        (
+            "{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}",
+            r"3: release.model_name: .*\[missing-field\]",
+        ),
+        ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", r"`evaluation` .*3 and 4.*\[duplicate-field\]"),
+        ("{%s, automation: {cron: every day}}", r"3: automation.cron: every day: .*\[wrong-schedule\]"),
+        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", r"3: automation.cron: 0 6 31 2,4 \*: .*\[wrong-schedule\]"),
         (
             "{%s, automation: {cron: '0 6 * * 1', timezone: Europe}}",
-            "3: automation.timezone: Europe: it is not a known time zone",
+            r"3: automation.timezone: Europe: .*\[unknown-time-zone\]",
         ),
         (
             "{%s, automation: {cron: '0 6 * * 1', timezone: ../x}}",
-            "3: automation.timezone: ../x: it is not a known time zone",
+            r"3: automation.timezone: ../x: .*\[unknown-time-zone\]",
         ),
         (
             "{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}",
-            "3: automation.timezone: Mars: it is not a known time zone",
+            r"3: automation.timezone: Mars: .*\[unknown-time-zone\]",
         ),
         (
             "{%s, training: {loss: {type: sigmiod}}}",
-            "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
+            r"loss.type: expected 'sigmoid', .* 'sigmiod'; .*`sigmoid`.*\[unknown-choice\]",
         ),
-        ("{%s, training: {loss: {type: dpo}}}", "found 'dpo'; did you mean `sigmoid`"),
-        ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'; did you mean `dpo_norm`"),
-        ("{%s, training: {loss: {type: kto_pair}}}", "found 'kto_pair'$"),
-        ("{%s, training: {precision: bf16}}", "found 'bf16'; did you mean `bfloat16`"),
-        ("{%s, training: {warmup_steps: 10}}", "no such field; did you mean `training.schedule.warmup_ratio`"),
+        ("{%s, training: {loss: {type: dpo}}}", r" 'dpo'; .*`sigmoid`.*\[unknown-choice\]"),
+        ("{%s, training: {loss: {type: sigmoid_norm}}}", r" 'sigmoid_norm'; .*`dpo_norm`.*\[unknown-choice\]"),
+        ("{%s, training: {loss: {type: kto_pair}}}", r" 'kto_pair' \[unknown-choice\]$"),
+        ("{%s, training: {precision: bf16}}", r" 'bf16'; .*`bfloat16`.*\[unknown-choice\]"),
+        ("{%s, training: {warmup_steps: 10}}", r"`training.schedule.warmup_ratio`.*\[unknown-field\]"),
+        ("{%s, training: {loss: {rpo_alpha: 1.0}}}", r"rpo_alpha: .*`training.loss.of`.*\[unknown-field\]"),
+        ("{%s, tokenization: {max_prompt_length: 9}}", r"`tokenization.max_length`.*\[unknown-field\]"),
+        ("{%s, training: {adapter: {r: 8}}}", r"`training.adapter.rank`.*\[unknown-field\]"),
         (
-            "{%s, training: {loss: {rpo_alpha: 1.0}}}",
-            "rpo_alpha: there is no such field; did you mean `training.loss.of`",
+            "{%s, compute: {device: gpu}}",
+            r"compute.device: expected 'auto', 'cpu' or 'cuda', .* 'gpu' \[unknown-choice\]$",
         ),
+        ("{%s, training: {seed: null}}", r"3: training.seed: .* null \[wrong-type\]$"),
+        ("{%s, training: {max_steps: 1:30}}", r":3: .* 1:30 .*90 .*\[ambiguous-number\]"),
+        ("{%s, training: {max_steps: 012}}", r":3: .* 012 .*10 .*\[ambiguous-number\]"),
+        ("{%s, training: {optimizer: {weight_decay: 1:30.5}}}", r":3: .* 1:30.5 .*90.5 .*\[ambiguous-number\]"),
+        ("{%s, variants: {hot: {training: {seed: -07}}}}", r":3: .* -07 .*-7 .*'-07'.*\[ambiguous-number\]"),
+        ("{%s, training: {loss: hinge}}", r"training.loss: .*\(type, .*\), .*'hinge' \[wrong-type\]"),
+        ("{%s, training: {beta: 1}}", r"training.beta: .*`training.loss.beta`.*\[unknown-field\]"),
         (
-            "{%s, tokenization: {max_prompt_length: 9}}",
-            "no such field: `tokenization.max_length` is of prompt and response",
+            "{%s, reference: {sft: {learning_rate: 1}, model: b}}",
+            r"`reference.sft.optimizer.learning_rate`.*\[unknown-field\]",
         ),
-        ("{%s, training: {adapter: {r: 8}}}", "no such field; did you mean `training.adapter.rank`"),
-        ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
-        ("{%s, training: {seed: null}}", "3: training.seed: .*, found null$"),
-        ("{%s, training: {max_steps: 1:30}}", r":3: YAML reads 1:30 as 90 \(.*\); write the number in full"),
-        ("{%s, training: {max_steps: 012}}", r":3: YAML reads 012 as 10 \("),
-        ("{%s, training: {optimizer: {weight_decay: 1:30.5}}}", r":3: YAML reads 1:30.5 as 90.5 \("),
-        (
-            "{%s, variants: {hot: {training: {seed: -07}}}}",
-            r":3: YAML reads -07 as -7 .*, or '-07' in quotes if it is te",
-        ),
-        ("{%s, training: {loss: hinge}}", r"training.loss: expected a section with fields \(type, .*\), found 'hinge'"),
-        ("{%s, training: {beta: 1}}", "training.beta: there is no such field; did you mean `training.loss.beta`"),
-        ("{%s, reference: {sft: {learning_rate: 1}, model: b}}", "`reference.sft.optimizer.learning_rate`"),
         (
             "{%s, training: {adapter: {target_modules: []}}}",
-            "target_modules: expected 'all-linear', .*, or expected at least 1",
+            r"target_modules: expected 'all-linear', .*, or expected at least 1.*\[invalid-value\]",
         ),
+        ("{data: {sources: a.jsonl}, " + SOURCE_ONLY + "}", r"sources: .* list, .*'a.*\[wrong-type\]"),
         (
-            "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
-            "sources: expected a list, found 'a",
+            "{data: {sources: [{path: a, name: '1'}]}, "
+            "reference: {model: b}, release: {model_name: x, gate: {min_accuracy_of: {1: 0.5}}}}",
+            r"3: release.gate.min_accuracy_of.1: .* 1 \[wrong-type\]$",
         ),
-        (
-            "{data: {sources: [{path: a, name: '1'}]}, reference: {model: b}, "
-            "release: {model_name: x, gate: {min_accuracy_of: {1: 0.5}}}}",
-            r"3: release.gate.min_accuracy_of.1: input should be a valid string, found 1$",
-        ),
-        ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .*, found 'x{79} \.\.\.$"),
+        ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .* 'x{79} \.\.\. \[wrong-type\]$"),
         ("{%s, training: {loss: {loss: hinge}}}", r"training.loss.loss: (?!.*`training.loss`)"),
         (
-            "{data: {sources: [{pathh: a}]}, reference: {model: b}, release: {model_name: x}}",
-            r"3: data.sources.0.pathh: .*`path`\?$",
+            "{data: {sources: [{pathh: a}]}, " + SOURCE_ONLY + "}",
+            r"3: data.sources.0.pathh: .*`path`\? \[unknown-field\]$",
         ),
-        ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
+        ("{%s, variants: {one: hinge}}", r"variants.one: .*\(data, tok.*, .*'hinge' \[wrong-type\]"),
+        ("{data: {sources: [{path: ''}]}, " + SOURCE_ONLY + "}", r"3: data.sources.0.path: .* ''.*\[invalid-value\]$"),
         (
-            "{data: {sources: [{path: ''}]}, reference: {model: b}, release: {model_name: x}}",
-            "3: data.sources.0.path: expected text, found ''; leave the field out, or give it a value$",
+            "{data: {sources: [{path: a, columns: {chosen: yes}}]}, " + SOURCE_ONLY + "}",
+            r"3: data.sources.0.columns.chosen: .* true .*yes, no, on and off",
         ),
-        (
-            "{data: {sources: [{path: a, columns: {chosen: yes}}]}, reference: {model: b}, release: {model_name: x}}",
-            r"3: data.sources.0.columns.chosen: expected text, in quotes, found true \(YAML also reads yes, no, on and off as",
-        ),
-        (
-            "{%s, training: {adapter: yes}}",
-            r"3: training.adapter: .* fields \(type, rank, .*\), found true \(YAML also",
-        ),
+        ("{%s, training: {adapter: yes}}", r"3: training.adapter: .*\(type, rank, .*\), .* true .*yes, no, on and off"),
         (
             "{%s, compute: {parallel: no}}",
-            r"3: compute.parallel: expected 'auto', .* or 'hsdp', found false \(YAML also",
+            r"3: compute.parallel: expected 'auto', .* or 'hsdp', .* false .*\[unknown-choice\]",
         ),
+        ("{%s, training: {optimizer: {betas: on}}}", r"3: training.optimizer.betas: .* list, .* true .*\[wrong-type\]"),
+        ("{%s, training: {optimizer: on}}", r"3: training.optimizer: .* section, .* true "),
         (
-            "{%s, training: {optimizer: {betas: on}}}",
-            r"3: training.optimizer.betas: expected a list, found true \(YAML",
+            "{%s, tokenization: {template_kwargs: 1}}",
+            r"3: tokenization.template_kwargs: .* section, .* 1 \[wrong-type\]$",
         ),
-        (
-            "{%s, training: {optimizer: on}}",
-            r"3: training.optimizer: expected a section, for .*, found true \(YAML also",
-        ),
-        ("{%s, tokenization: {template_kwargs: 1}}", r"3: tokenization.template_kwargs: expected a section, found 1$"),
-        ("{%s, compute: {precision: float32}}", r"3: compute.precision: .*; did you mean `training.precision`\?$"),
-        ("{%s, variants: {'a b': {}}}", "variants.a b: expected only letters, digits, `-` and `_`, found 'a b'$"),
+        ("{%s, compute: {precision: float32}}", r"3: compute.precision: .*`training.precision`\? \[unknown-field\]$"),
+        ("{%s, variants: {'a b': {}}}", r"variants.a b: .*`-` and `_`, .*'a b' \[invalid-value\]$"),
         (
             "{data: {sources: [{path: a}]}, reference: {model: b}, release: {model_name: x/y}}",
-            "3: release.model_name: expected only letters, digits, `-`, `_` and `.`, and not dots alone, found 'x/y'$",
+            r"3: release.model_name: .*`-`, `_` and `.`.*'x/y' \[invalid-value\]$",
         ),
-        ("{%s, automation: {timezone: ' '}}", "3: automation.timezone: expected text, found ' '"),
-        ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
-        ("", "`attributes` is missing"),
+        ("{%s, automation: {timezone: ' '}}", r"3: automation.timezone: .* ' '.*\[invalid-value\]"),
+        ("{%s}\n\tx: 1", r":4: .*YAML.* spaces.*\[not-yaml\]"),
+        ("", r"`attributes` .*\[missing-field\]"),
     ],
 )
-def test_problem_of_a_recipe_is_reported_with_file_and_line(tmp_path, attributes, told):
+def test_problem_of_a_recipe_is_reported_with_file_and_line(tmp_path, attributes, message):
     folder = tmp_path / "wrong"
     folder.mkdir()
     text = attributes.replace("%s", MINIMAL)
     (folder / "defs.yaml").write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {text}\n")
-    with pytest.raises(RecipeError, match=told) as error:
+    with pytest.raises(RecipeError, match=message) as error:
         load_recipe(folder)
-    message = str(error.value)
-    assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
-    assert "at least 1 item, found (" not in message  # pydantic's count of the valid sources
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(str(folder / "defs.yaml")) and line.count("defs.yaml") == 1 for line in lines)
+    assert not any("at least 1 item" in line and "(" in line.partition("at least 1 item")[2] for line in lines), (
+        "pydantic's count of the valid sources"
+    )
 
 
 # Lines are counted by hand; %s is the case's addition to the training.
@@ -359,49 +354,49 @@ attributes:
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "message"),
     [
-        ({"training": "start_from: champion"}, "12: training.start_from: `training.start_from: champion` starts from"),
-        ({"training": "head_precision: float8"}, "12: training.head_precision: `head_precision: float8` needs"),
-        ({"model": "models:/x@champion"}, "9: reference.model: `reference.model: models:/x@champion` is what this"),
-        ({"floor": "c"}, "17: release.gate.min_accuracy_of: `release.gate.min_accuracy_of` has c, but"),
-        ({"held_out": "true\n        split: x"}, "7: data.sources.0.split: `config`, `split` and `revision` belong"),
-        (
-            {"hot": "head_precision: float8"},
-            "22: variants.hot.training.head_precision: `head_precision: float8` needs",
-        ),
+        ({"training": "start_from: champion"}, "12: training.start_from: `training.start_from: champion` "),
+        ({"training": "head_precision: float8"}, "12: training.head_precision: `head_precision: float8` "),
+        ({"model": "models:/x@champion"}, "9: reference.model: `reference.model: models:/x@champion` "),
+        ({"floor": "c"}, "17: release.gate.min_accuracy_of: `release.gate.min_accuracy_of` .* c, "),
+        ({"held_out": "true\n        split: x"}, "7: data.sources.0.split: `config`, `split` and `revision` "),
+        ({"hot": "head_precision: float8"}, "22: variants.hot.training.head_precision: `head_precision: float8` "),
         (
             {"hot": "adapter: {export: adapter}\n        start_from: champion"},
-            "23: variants.hot.training.start_from: `start_from: champion` with `adapter.export: adapter`",
+            "23: variants.hot.training.start_from: `start_from: champion` .*`adapter.export: adapter`",
         ),
     ],
 )
-def test_contradicting_fields_are_reported_with_the_line_of_one(tmp_path, case, told):
+def test_contradicting_fields_are_reported_with_the_line_of_one(tmp_path, case, message):
     folder = tmp_path / "wrong"
     folder.mkdir()
     valid = {"held_out": "true", "model": "./b", "training": "seed: 1", "floor": "b", "hot": "batch_size: 3"}
     (folder / "defs.yaml").write_text(CONTRADICTIONS % (valid | case))
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=rf"{message}.*\[invalid-value\]"):
         load_recipes(folder)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (b"", "expected .*`type: workflows.PreferenceTuning`.*; it has nothing in it"),
-        (b"attributes: {}\n", "; it has no `type`"),
-        (b"type: workflows.Nothing\nattributes: {}\n", "; it has workflows.Nothing"),
-        (b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n", "; it holds 2 of them"),
-        (b"type: [oops\n  a: b", "2: this is no YAML: "),
-        ("ä: ö\nb: \0".encode(), "2: this is no YAML: it has the character U\\+0000$"),
-        (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
+        (b"", r" .*`type: workflows.PreferenceTuning`.*\[not-one-recipe\]"),
+        (b"attributes: {}\n", r" .*`type`.*\[not-one-recipe\]"),
+        (b"type: workflows.Nothing\nattributes: {}\n", r" .*workflows.Nothing.*\[not-one-recipe\]"),
+        (
+            b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n",
+            r" .*one document.* 2 .*\[not-one-recipe\]",
+        ),
+        (b"type: [oops\n  a: b", r"2: .*\[not-yaml\]"),
+        ("ä: ö\nb: \0".encode(), r"2: .*U\+0000.*\[not-yaml\]$"),
+        (b"type: workflows.PreferenceTuning\n# caf\xe9\n", r"2: byte 0xe9 .*UTF-8.*\[not-utf-8\]"),
     ],
 )
-def test_file_without_a_recipe_is_named(tmp_path, content, told):
+def test_file_without_a_recipe_is_named(tmp_path, content, message):
     folder = tmp_path / "wrong"
     folder.mkdir()
     (folder / "defs.yaml").write_bytes(content)
-    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
+    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:" + message):
         load_recipe(folder)
 
 
@@ -413,7 +408,7 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(RecipeError, match=r"theirs/defs\.yaml: it cannot be read: Permission denied"):
+    with pytest.raises(RecipeError, match=r"theirs/defs\.yaml: .*Permission denied.*\[unreadable-file\]"):
         load_recipe(folder)
 
 
@@ -427,7 +422,7 @@ def test_web_servers_report_an_invalid_recipe_with_the_same_message(tmp_path, li
     another.parent.mkdir()
     another.write_text("type: dagster.DefinitionsComponent\nattributes: {path: code.py}\n")
     with pytest.raises(
-        RecipeError, match=r"group/wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`"
+        RecipeError, match=r"group/wrong/defs.yaml:\d+: training.epoch: .*`epochs`.*\[unknown-field\]"
     ) as error:
         definitions_in(tmp_path)
     assert error.value.__cause__ is None and error.value.__suppress_context__
@@ -439,7 +434,7 @@ def test_web_servers_report_an_invalid_recipe_with_the_same_message(tmp_path, li
 def test_web_servers_report_an_unknown_type(tmp_path, name):
     file = write_recipe(tmp_path / "defs" / "wrong", ATTRIBUTES) / "defs.yaml"
     file.write_text(file.read_text().replace("workflows.PreferenceTuning", name))
-    with pytest.raises(RecipeError, match=rf"wrong/defs.yaml: expected one document with .*; it has {name}"):
+    with pytest.raises(RecipeError, match=rf"wrong/defs.yaml: .*{name}.*\[not-one-recipe\]"):
         definitions_in(tmp_path)
 
 
@@ -463,7 +458,7 @@ def test_files_beside_a_recipe_are_not_executed(tmp_path, beside, what):
         line = 1 + len((folder / "defs.yaml").read_text().splitlines()) + beside.startswith("---")
         file.write(f"{beside}\n")
     for load in (lambda: load_recipe(folder), lambda: definitions_in(tmp_path)):
-        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: there is more here than a recipe: {what};"):
+        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: {what}.*\[foreign-content\]"):
             load()
 
 
@@ -498,7 +493,7 @@ def test_what_dg_scaffolds_is_a_recipe_to_fill_in(tmp_path):
     scaffold_object(folder, "workflows.PreferenceTuning", None, "yaml", None)
     recipe = load_recipe(folder).pipeline.recipe
     assert (recipe.release.model_name, recipe.reference.model) == ("my-model", str(folder / "base"))
-    with pytest.raises(UsageError, match="a folder of its own"):
+    with pytest.raises(UsageError, match=r"--format.*\[unsupported-scaffold\]"):
         scaffold_object(folder, "workflows.PreferenceTuning", None, "python", None)
 
 
@@ -509,11 +504,11 @@ def test_init_writes_the_same_recipe_anywhere_and_over_no_other_file(tmp_path, m
     assert file == tmp_path / "far" / "my-model" / "defs.yaml"
     assert file.read_text() == (tmp_path / "my-model" / "defs.yaml").read_text()
     file.write_text("mine")
-    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml is there already"):
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml .*\[file-exists\]"):
         init_recipe(Path("far/my-model"))
-    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml/x/defs\.yaml cannot be written: Not a directory"):
+    with pytest.raises(UsageError, match=r"defs\.yaml/x/defs\.yaml .*Not a directory.*\[unwritable-file\]"):
         init_recipe(file / "x")
-    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+    with pytest.raises(RecipeError, match=r"'my model' .*\[wrong-folder-name\]"):
         init_recipe(Path("my model"))
     assert file.read_text() == "mine" and not Path("my model").exists()
     for name in ("123", "null", "on"):  # YAML reads it as text only in quotes
@@ -521,7 +516,7 @@ def test_init_writes_the_same_recipe_anywhere_and_over_no_other_file(tmp_path, m
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+    with pytest.raises(RecipeError, match=r"'my model' .*\[wrong-folder-name\]"):
         load_recipe(write_recipe(tmp_path / "my model", ATTRIBUTES))
 
 

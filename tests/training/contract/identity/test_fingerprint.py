@@ -1,4 +1,4 @@
-"""Identities: equal content, equal fingerprint; anything else, another one. Oracles are sha256 and JSON by hand."""
+"""Fingerprints, compared with sha256 and JSON by hand: equal content gives an equal fingerprint, other content another."""
 
 import hashlib
 import json
@@ -28,18 +28,18 @@ JSON = st.recursive(
 )
 
 
-def test_a_fingerprint_is_sha256_of_schema_version_kind_and_content():
+def test_fingerprint_is_sha256_of_schema_version_kind_and_content():
     expected = hashlib.sha256('[1,"demo",{"a":"é","b":[1,2.5,null,true]}]'.encode()).hexdigest()
     assert fingerprint("demo", {"b": [1, 2.5, None, True], "a": "é"}) == expected
 
 
 @given(JSON)
-def test_canonical_json_loses_nothing(value):
+def test_canonical_json_parses_to_the_same_value(value):
     assert json.loads(canonical_json(value)) == value
 
 
 @given(st.dictionaries(st.text(max_size=4).filter(str.isascii), JSON, min_size=2, max_size=4))
-def test_the_order_of_keys_does_not_count(content):
+def test_fingerprint_ignores_the_order_of_keys(content):
     assert fingerprint("demo", dict(reversed(content.items()))) == fingerprint("demo", content)
 
 
@@ -54,37 +54,37 @@ def test_the_order_of_keys_does_not_count(content):
         {"a": "1", "b": "x"},
     ],
 )
-def test_another_content_another_fingerprint(other):
+def test_fingerprint_of_other_content_differs(other):
     assert fingerprint("demo", other) != fingerprint("demo", {"a": 1, "b": "x"})
 
 
-def test_another_kind_another_fingerprint():
+def test_fingerprint_of_another_kind_differs():
     assert fingerprint("spec", {"a": 1}) != fingerprint("model", {"a": 1})
     assert fingerprint_of_stream("spec", [b"a"]) != fingerprint_of_stream("model", [b"a"])
 
 
-def test_the_order_of_a_list_counts():
+def test_fingerprint_depends_on_the_order_of_a_list():
     assert fingerprint("demo", [1, 2]) != fingerprint("demo", [2, 1])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_does_not_have_are_refused(number):
+def test_fingerprint_of_non_finite_number_raises(number):
     with pytest.raises(ValueError, match="JSON"):
         fingerprint("demo", {"a": number})
 
 
-def test_what_json_cannot_hold_is_refused():
+def test_fingerprint_of_bytes_raises():
     with pytest.raises(TypeError):
         fingerprint("demo", {"a": b"bytes"})
 
 
-def test_a_stream_knows_where_its_items_end():
+def test_fingerprint_of_stream_depends_on_the_ends_of_items():
     streams = [[b"ab", b"c"], [b"a", b"bc"], [b"abc"], [b"abc", b""], [b"c", b"ab"], []]
     assert len({fingerprint_of_stream("demo", stream) for stream in streams}) == len(streams)
     assert fingerprint_of_stream("demo", iter([b"ab", b"c"])) == fingerprint_of_stream("demo", [b"ab", b"c"])
 
 
-def test_a_sequence_is_its_ids_and_its_mask():
+def test_sequence_key_depends_on_ids_and_mask():
     ids, mask = [5, 6, 7], [False, True, True]
     others = [
         ([5, 6, 8], mask),
@@ -98,6 +98,6 @@ def test_a_sequence_is_its_ids_and_its_mask():
     assert len(sequence_key([], [])) == 32
 
 
-def test_people_see_twelve_digits():
+def test_short_is_twelve_digits():
     assert short("0123456789abcdef") == "0123456789ab" and short(None) == "-"
     assert shortened("0123456789abcdef" * 4) == "0123456789ab" and shortened("5e-07") == "5e-07"

@@ -1,4 +1,4 @@
-"""The cache may save reading and must never be fooled. The oracle is `hash_file` itself, of the bytes as they are now."""
+"""The cache reads unchanged files once, and never returns an outdated hash. The oracle is `hash_file` of the current bytes."""
 
 import json
 import os
@@ -13,11 +13,11 @@ import pytest
 from training.contract.identity.file_hashing import hash_file, hash_files
 from training.contract.identity.hash_cache import HashCache
 
-SETTLE = 0.1  # seconds; far above the tick of this machine's filesystems (milliseconds)
+SETTLE = 0.1  # seconds; far above a tick of this machine's filesystems (milliseconds)
 
 
-class Counting:
-    """`hash_files`, which also says what it was asked to read."""
+class RecordingHasher:
+    """`hash_files`; `read` holds the names of the hashed files."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -35,44 +35,44 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def path(tmp_path: Path) -> Path:
     return tmp_path / "home" / "hashes.json"
 
 
-def look(place: Path, *files: Path) -> list[str]:
-    """Ask a new cache, as another process would; what it had to read. Its answers must be the truth."""
-    hasher = Counting()
-    assert HashCache(place, SETTLE).digests("bytes", files, hasher) == [hash_file(file) for file in files]
+def read_files(path: Path, *files: Path) -> list[str]:
+    """Hash the files with a new cache, like another process. Check the digests; return the names of the files read."""
+    hasher = RecordingHasher()
+    assert HashCache(path, SETTLE).digests("bytes", files, hasher) == [hash_file(file) for file in files]
     return hasher.read
 
 
-def settled(place: Path, *files: Path) -> None:
-    """Wait until the files are old enough, and let the cache take them in."""
+def fill_cache(path: Path, *files: Path) -> None:
+    """Wait until the files are old enough, and write them to the cache."""
     time.sleep(1.5 * SETTLE)
-    look(place, *files)
-    assert look(place, *files) == []
+    read_files(path, *files)
+    assert read_files(path, *files) == []
 
 
-def test_a_file_is_read_once(file, place, tmp_path):
+def test_digests_reads_a_file_once(file, path, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"more")
-    settled(place, file)
-    assert look(place, other, file) == ["other"]
-    assert look(place, file, other, file) == []
+    fill_cache(path, file)
+    assert read_files(path, other, file) == ["other"]
+    assert read_files(path, file, other, file) == []
 
 
-def test_one_object_remembers_as_well(file, place):
+def test_digests_of_one_object_reads_a_file_once(file, path):
     time.sleep(1.5 * SETTLE)
-    hasher, cache = Counting(), HashCache(place, SETTLE)
+    hasher, cache = RecordingHasher(), HashCache(path, SETTLE)
     for _ in range(3):
         cache.digests("bytes", [file], hasher)
     assert hasher.read == ["weights"]
 
 
-def test_kinds_of_digest_are_kept_apart(file, place):
-    settled(place, file)
-    assert HashCache(place, SETTLE).digests("length", [file], lambda files: [len(f.read_bytes()) for f in files]) == [6]
-    assert look(place, file) == []
+def test_digests_of_two_kinds_are_separate(file, path):
+    fill_cache(path, file)
+    assert HashCache(path, SETTLE).digests("length", [file], lambda files: [len(f.read_bytes()) for f in files]) == [6]
+    assert read_files(path, file) == []
 
 
 def edit(file: Path) -> None:
@@ -80,17 +80,17 @@ def edit(file: Path) -> None:
 
 
 def edit_and_set_the_time_back(file: Path) -> None:
-    said = file.stat()
+    status = file.stat()
     edit(file)
-    os.utime(file, ns=(said.st_atime_ns, said.st_mtime_ns))
-    assert file.stat().st_mtime_ns == said.st_mtime_ns
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_mtime_ns == status.st_mtime_ns
 
 
 def replace(file: Path) -> None:
     new = file.with_name("new")
     new.write_bytes(b"after!")
-    said = file.stat()
-    os.utime(new, ns=(said.st_atime_ns, said.st_mtime_ns))
+    status = file.stat()
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
     new.rename(file)
 
 
@@ -107,19 +107,19 @@ def lengthen(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [edit, edit_and_set_the_time_back, replace, point_a_link_elsewhere, lengthen])
-def test_whatever_changes_a_file_is_seen(file, place, change):
-    settled(place, file)
+def test_changed_file_is_read_again(file, path, change):
+    fill_cache(path, file)
     change(file)
-    assert look(place, file) == ["weights"]
+    assert read_files(path, file) == ["weights"]
 
 
-def test_what_changes_while_it_is_hashed_is_hashed_again(file, place):
-    """Whether the bytes of before were read, or those of after."""
+def test_file_changed_while_it_is_hashed_is_hashed_again(file, path):
+    """The hash may be of the old or of the new bytes."""
 
     def read_before(files: Sequence[Path]) -> list[str]:
-        found = hash_files(files)
+        digests = hash_files(files)
         edit_and_set_the_time_back(file)
-        return found
+        return digests
 
     def read_after(files: Sequence[Path]) -> list[str]:
         edit_and_set_the_time_back(file)
@@ -127,56 +127,56 @@ def test_what_changes_while_it_is_hashed_is_hashed_again(file, place):
 
     for slow in (read_before, read_after):
         time.sleep(1.5 * SETTLE)
-        HashCache(place, SETTLE).digests("bytes", [file], slow)
-        assert look(place, file) == ["weights"]
+        HashCache(path, SETTLE).digests("bytes", [file], slow)
+        assert read_files(path, file) == ["weights"]
 
 
-def test_touching_without_an_edit_costs_one_reading(file, place):
-    settled(place, file)
+def test_touched_file_is_read_once_more(file, path):
+    fill_cache(path, file)
     file.touch()
-    settled(place, file)
+    fill_cache(path, file)
 
 
-def test_a_young_file_is_read_each_time_until_it_is_old_enough(file, place):
-    """The rule against edits within one tick of the clock, which leave the same times behind. Hashing may take longer."""
+def test_young_file_is_read_each_time_until_it_is_old_enough(file, path):
+    """Two edits within one tick of the clock leave the same times. The age counts at the start of hashing."""
 
     def slow(files: Sequence[Path]) -> list[str]:
         time.sleep(1.5 * SETTLE)
         return hash_files(files)
 
-    assert look(place, file) == ["weights"]
-    HashCache(place, SETTLE).digests("bytes", [file], slow)
-    assert look(place, file) == ["weights"]
-    settled(place, file)
+    assert read_files(path, file) == ["weights"]
+    HashCache(path, SETTLE).digests("bytes", [file], slow)
+    assert read_files(path, file) == ["weights"]
+    fill_cache(path, file)
 
 
-def test_a_file_of_an_old_time_that_came_just_now_is_young_too(file, place):
-    """As `cp -p` and `tar` leave them: what was written before it within the same tick has the same times."""
+def test_new_file_with_an_old_modification_time_is_young(file, path):
+    """`cp -p` and `tar` create such files: another write within the same tick would leave the same times."""
     os.utime(file, ns=(0, 10**18))
-    assert look(place, file) == look(place, file) == ["weights"]
-    settled(place, file)
+    assert read_files(path, file) == read_files(path, file) == ["weights"]
+    fill_cache(path, file)
 
 
-def test_many_edits_in_a_row_are_never_missed(file, place):
-    """As fast as can be, same size, time set back: some pairs of edits fall into one tick of the kernel's clock."""
-    said = file.stat()
+def test_many_fast_edits_are_all_detected(file, path):
+    """Same size, modification time reset: some pairs of edits fall into one tick of the kernel's clock."""
+    status = file.stat()
     ticks = set()
     for number in range(300):
         file.write_bytes(b"%06d" % number)
-        os.utime(file, ns=(said.st_atime_ns, said.st_mtime_ns))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         ticks.add(file.stat().st_ctime_ns)
-        assert look(place, file) == ["weights"]
+        assert read_files(path, file) == ["weights"]
     assert len(ticks) > 1
 
 
-def test_a_file_from_the_future_is_never_believed(file, place):
+def test_file_with_a_time_in_the_future_is_read_each_time(file, path):
     ahead = time.time() + 3600
     os.utime(file, (ahead, ahead))
     time.sleep(1.5 * SETTLE)
-    assert look(place, file) == look(place, file) == ["weights"]
+    assert read_files(path, file) == read_files(path, file) == ["weights"]
 
 
-def test_what_changes_while_it_is_hashed_is_not_remembered(file, place):
+def test_file_edited_after_hashing_is_read_again(file, path):
     time.sleep(1.5 * SETTLE)
 
     def slow(files: Sequence[Path]) -> list[str]:
@@ -184,46 +184,46 @@ def test_what_changes_while_it_is_hashed_is_not_remembered(file, place):
         edit(file)
         return digests
 
-    HashCache(place, SETTLE).digests("bytes", [file], slow)
-    assert look(place, file) == ["weights"]
+    HashCache(path, SETTLE).digests("bytes", [file], slow)
+    assert read_files(path, file) == ["weights"]
 
 
-def test_files_that_are_gone_are_forgotten(file, place, tmp_path):
+def test_entries_of_missing_files_are_dropped(file, path, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"more")
-    settled(place, file)
+    fill_cache(path, file)
     file.unlink()
-    settled(place, other)
-    assert list(json.loads(place.read_bytes())["entries"]["bytes"]) == [str(other)]
+    fill_cache(path, other)
+    assert list(json.loads(path.read_bytes())["entries"]["bytes"]) == [str(other)]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"schema": 1, "sha256": "x"}'])
-def test_a_broken_cache_is_an_empty_one(file, place, content):
-    settled(place, file)
-    place.write_bytes(content)
-    assert look(place, file) == ["weights"]
-    assert look(place, file) == []
+def test_corrupt_cache_counts_as_empty(file, path, content):
+    fill_cache(path, file)
+    path.write_bytes(content)
+    assert read_files(path, file) == ["weights"]
+    assert read_files(path, file) == []
 
 
-def test_a_changed_digit_in_the_cache_is_seen(file, place):
-    settled(place, file)
+def test_cache_with_a_changed_digest_counts_as_empty(file, path):
+    fill_cache(path, file)
     digest = hash_file(file)
-    text = place.read_text()
+    text = path.read_text()
     assert digest in text
-    place.write_text(text.replace(digest, digest[::-1]))
-    assert look(place, file) == ["weights"]
+    path.write_text(text.replace(digest, digest[::-1]))
+    assert read_files(path, file) == ["weights"]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(file, tmp_path, caplog):
-    (tmp_path / "home").write_text("a file where the folder should be")
+def test_digests_with_unwritable_cache_only_warns(file, tmp_path, caplog):
+    (tmp_path / "home").write_text("a file in place of the folder")
     time.sleep(1.5 * SETTLE)
-    assert look(tmp_path / "home" / "hashes.json", file) == ["weights"]
-    assert "not remembered" in caplog.text
+    assert read_files(path := tmp_path / "home" / "hashes.json", file) == ["weights"]
+    assert str(path) in caplog.text
 
 
-def test_a_missing_file_is_the_callers_matter(place, tmp_path):
+def test_digests_of_missing_file_raises(path, tmp_path):
     with pytest.raises(FileNotFoundError):
-        HashCache(place).digests("bytes", [tmp_path / "nowhere"], hash_files)
+        HashCache(path).digests("bytes", [tmp_path / "nowhere"], hash_files)
 
 
 WRITER = """
@@ -236,14 +236,14 @@ for path in sorted(Path(sys.argv[2]).iterdir()):
 """
 
 
-def test_processes_that_write_at_once_lose_nothing_of_each_other(place, tmp_path):
+def test_concurrent_writers_keep_each_others_entries(path, tmp_path):
     folders = [tmp_path / name for name in "abcd"]
     for folder in folders:
         folder.mkdir()
         for number in range(20):
             (folder / str(number)).write_bytes(os.urandom(100))
     time.sleep(1.5 * SETTLE)
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(place), str(folder)]) for folder in folders]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(folder)]) for folder in folders]
     assert [writer.wait(60) for writer in writers] == [0] * 4
-    assert look(place, *(file for folder in folders for file in folder.iterdir())) == []
-    assert sorted(p.name for p in place.parent.iterdir()) == ["hashes.json", "hashes.json.lock"]
+    assert read_files(path, *(file for folder in folders for file in folder.iterdir())) == []
+    assert sorted(file.name for file in path.parent.iterdir()) == ["hashes.json", "hashes.json.lock"]

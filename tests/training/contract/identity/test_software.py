@@ -8,8 +8,8 @@ import training
 from training.contract.identity.software import source_digest
 
 
-def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp_path: Path):
-    """Of a copy of the package: what Python leaves beside the sources does not count, a name does."""
+def test_source_digest_depends_on_bytes_and_names_of_sources_only(tmp_path: Path):
+    """Of copies of the package: compiled files do not count."""
     package = Path(training.__file__).parent
     copies = [shutil.copytree(package, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")) for name in "abc"]
     (copies[0] / "__pycache__").mkdir()
@@ -21,8 +21,7 @@ def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp
     assert len(set(digests)) == 3
 
 
-def test_the_digest_is_that_of_names_and_bytes(tmp_path: Path):
-    """By hand: each name and each file, length first, after the kind."""
+def test_source_digest_is_sha256_of_names_and_bytes_with_lengths(tmp_path: Path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.py").write_bytes(b"two")
     (tmp_path / "a.py").write_bytes(b"one")

@@ -1,4 +1,4 @@
-"""At which tokens a released model stops; the oracle is what transformers itself reads from the same files."""
+"""The stop tokens of a released model, compared with transformers' reading of the same files."""
 
 import json
 from pathlib import Path
@@ -29,24 +29,23 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
         ({}, {"eos_token_id": None}, []),
     ],
 )
-def test_stops_are_those_of_generation_config_json_else_those_of_config_json(tmp_path, config, generation, stops):
+def test_stop_tokens_come_from_generation_config_json_else_from_config_json(tmp_path, config, generation, stops):
     assert eos_token_ids(generation_settings(write(tmp_path, config, generation))) == stops
 
 
-def test_settings_of_the_base_that_draw_tokens_are_dropped(tmp_path):
+def test_generation_settings_drop_sampling_settings_of_the_base(tmp_path):
     GenerationConfig(
         temperature=0.7, top_p=0.9, do_sample=True, eos_token_id=[1, 2], suppress_tokens=[9]
     ).save_pretrained(tmp_path)
     LlamaConfig(eos_token_id=5, pad_token_id=3).save_pretrained(tmp_path)
-    found = generation_settings(tmp_path)
-    assert {name: found[name] for name in ("eos_token_id", "pad_token_id", "suppress_tokens")} == {
-        **{"eos_token_id": [1, 2], "pad_token_id": 3},
+    settings = generation_settings(tmp_path)
+    assert {name: settings[name] for name in ("eos_token_id", "pad_token_id", "suppress_tokens")} == {
+        "eos_token_id": [1, 2],
+        "pad_token_id": 3,
         "suppress_tokens": [9],
     }
-    drawing = {
-        name for name, value in GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9).to_diff_dict().items()
-    }
-    assert not (drawing | {"_from_model_config"}) & found.keys()
+    sampling = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9).to_diff_dict().keys()
+    assert not (sampling | {"_from_model_config"}) & settings.keys()
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,8 @@ def test_settings_of_the_base_that_draw_tokens_are_dropped(tmp_path):
         ),
     ],
 )
-def test_release_answers_greedily_unless_the_recipe_says_otherwise(tmp_path, answering, written):
-    """As transformers reads the file: it samples exactly if the temperature is above 0, and leaves no token out unasked."""
+def test_released_settings_are_greedy_unless_the_recipe_sets_a_temperature(tmp_path, answering, written):
+    """transformers reads the file: it samples only at a temperature above 0, and top_k does not drop tokens by default."""
     settings = released_settings({"pad_token_id": 0, "eos_token_id": 5}, [2, 5], answering)
     assert settings == {"pad_token_id": 0, "eos_token_id": [2, 5], **written}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
@@ -72,8 +71,8 @@ def test_release_answers_greedily_unless_the_recipe_says_otherwise(tmp_path, ans
     assert (read.do_sample, read.temperature, read.top_k or 0) == (written["do_sample"], written["temperature"], 0)
 
 
-def test_file_that_is_no_json_is_named(tmp_path):
+def test_generation_settings_of_invalid_json_raises_with_name(tmp_path):
     write(tmp_path, {}, None)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"generation_config\.json .*\[bad-json\]"):
         generation_settings(tmp_path)

@@ -1,4 +1,4 @@
-"""A tokenizer is copied as it was hashed, or refused."""
+"""The copy of a tokenizer has the recorded hashes; otherwise copying raises."""
 
 import json
 from hashlib import sha256
@@ -12,7 +12,7 @@ from training.contract.identity.tokenizer_files import class_fields, copy_tokeni
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "given"
+    folder = tmp_path / "model"
     (folder / "additional_chat_templates").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md", "additional_chat_templates/rag.jinja"):
         (folder / name).write_text(name)
@@ -25,7 +25,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in tokenizer_files(folder).items()}
 
 
-def test_copy_has_the_files_that_count_and_the_fields_that_pick_the_class(folder: Path, tmp_path: Path):
+def test_copy_tokenizer_copies_tokenizer_files_and_class_fields_only(folder: Path, tmp_path: Path):
     fields = {"model_type": "olmo2", "transformers_version": "5.0.0"}
     assert class_fields(folder) == fields
     copy_tokenizer(folder, tmp_path / "copy", hashes(folder), fields)
@@ -36,25 +36,26 @@ def test_copy_has_the_files_that_count_and_the_fields_that_pick_the_class(folder
     assert json.loads((tmp_path / "copy" / "config.json").read_text()) == fields
 
 
-def test_copy_of_files_that_changed_since_is_refused_by_name(folder: Path, tmp_path: Path):
-    known, fields = hashes(folder), class_fields(folder)
+def test_copy_tokenizer_of_changed_files_raises_with_names(folder: Path, tmp_path: Path):
+    recorded, fields = hashes(folder), class_fields(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_version": "5.0.0"}))
-    with pytest.raises(DataError, match=r"config\.json changed while it was read: .*olmo2.* became .*llama"):
-        copy_tokenizer(folder, tmp_path / "1", known, fields)
+    with pytest.raises(DataError, match=r"config\.json .*olmo2.*llama.*\[file-changed\]"):
+        copy_tokenizer(folder, tmp_path / "1", recorded, fields)
     (folder / "tokenizer.json").write_text("another")
-    with pytest.raises(DataError, match=r"tokenizer\.json changed while it was read: it was \w{12} and is \w{12}"):
-        copy_tokenizer(folder, tmp_path / "2", known, fields)
+    old, new = (digests["tokenizer.json"][:12] for digests in (recorded, hashes(folder)))
+    with pytest.raises(DataError, match=rf"tokenizer\.json .*{old} .*{new}.*\[file-changed\]"):
+        copy_tokenizer(folder, tmp_path / "2", recorded, fields)
     (folder / "vocab.txt").write_text("another")
-    with pytest.raises(DataError, match=r"changed while it was read: vocab\.txt came or went"):
-        copy_tokenizer(folder, tmp_path / "3", known, fields)
+    with pytest.raises(DataError, match=r"vocab\.txt .*\[file-changed\]"):
+        copy_tokenizer(folder, tmp_path / "3", recorded, fields)
 
 
-@pytest.mark.parametrize(("text", "told"), [("{", "cannot be read"), ("[]", "holds a JSON list; expected an object")])
-def test_fields_of_a_config_that_is_none_are_refused(folder: Path, text: str, told: str):
+@pytest.mark.parametrize(("text", "value"), [("{", "Expecting property name"), ("[]", "JSON list")])
+def test_class_fields_of_config_without_object_raises(folder: Path, text: str, value: str):
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=rf"config\.json .*{value}.*\[bad-json\]"):
         class_fields(folder)
 
 
-def test_fields_without_a_config_are_none(tmp_path: Path):
+def test_class_fields_without_a_config_are_empty(tmp_path: Path):
     assert class_fields(tmp_path) == {}

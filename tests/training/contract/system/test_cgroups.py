@@ -1,6 +1,6 @@
-"""What a process may use, by control groups written by hand as the kernel shows them.
+"""Memory and cores of a process, with control groups written by hand in the kernel's format.
 
-The machine is one of 64 cores, and its memory far more than the limits here.
+The machine has 64 cores, and far more memory than the limits here.
 """
 
 import os
@@ -13,7 +13,7 @@ from training.contract.system.cgroups import accelerator, cores, memory_bytes
 
 GIB = 2**30
 MakeProcess = Callable[..., Path]
-# The second one is a disk that another system named, in letters that are no UTF-8.
+# The second one is a disk of another system, with a name in Latin-1 instead of UTF-8.
 UNRELATED = (
     "22 1 0:21 / /proc rw,relatime - proc proc rw",
     "40 1 8:17 / /media/Müller rw,relatime - vfat /dev/sdb1 rw",
@@ -28,7 +28,7 @@ def _sixty_four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_process(tmp_path: Path) -> MakeProcess:
-    """Its folder in /proc: it is in the `groups`, which are mounted as `mounts` say; `files` are below the mounts."""
+    """Return a function to write a process's folder of /proc, with `groups`, `mounts`, and `files` below the mounts."""
 
     def make(groups: list[str], mounts: list[str], files: dict[str, str]) -> Path:
         (tmp_path / "proc").mkdir()
@@ -48,19 +48,19 @@ def make_process(tmp_path: Path) -> MakeProcess:
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 
 
-def test_without_groups_it_is_all_of_the_machine(tmp_path: Path):
+def test_limits_without_groups_are_the_whole_machine(tmp_path: Path):
     assert (memory_bytes(tmp_path), cores(tmp_path)) == (WHOLE, 64)
 
 
-def test_no_limit_in_version_2(make_process: MakeProcess):
+def test_limits_of_version_2_without_a_limit_are_the_whole_machine(make_process: MakeProcess):
     process = make_process(
         ["0::/job"], [V2], {"fs/cgroup/job/memory.max": "max", "fs/cgroup/job/cpu.max": "max 100000"}
     )
     assert (memory_bytes(process), cores(process)) == (WHOLE, 64)
 
 
-def test_no_limit_in_version_1(make_process: MakeProcess):
-    """What the kernel shows then: the largest number of whole pages, and -1."""
+def test_limits_of_version_1_without_a_limit_are_the_whole_machine(make_process: MakeProcess):
+    """The kernel then shows the largest number of whole pages, and -1."""
     process = make_process(
         ["5:cpu,cpuacct:/", "4:memory:/"],
         [
@@ -76,22 +76,22 @@ def test_no_limit_in_version_1(make_process: MakeProcess):
     assert (memory_bytes(process), cores(process)) == (WHOLE, 64)
 
 
-def test_where_a_group_is_slowed_down_is_a_limit(make_process: MakeProcess):
-    """As systemd's MemoryHigh sets it, below the limit at which processes are killed."""
+def test_memory_bytes_respects_memory_high(make_process: MakeProcess):
+    """systemd sets it with MemoryHigh, below the limit for killing processes."""
     files = {"job/memory.max": str(2 * GIB), "job/memory.high": str(GIB), "memory.high": "max"}
     process = make_process(["0::/job"], [V2], {f"fs/cgroup/{name}": value for name, value in files.items()})
     assert memory_bytes(process) == GIB
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(800000, 8), (850000, 9), (50000, 1), (9900000, 64)])
-def test_time_of_so_many_cores(make_process: MakeProcess, quota: int, expected: int):
-    """In periods of 100 ms: 8 cores, 8.5, a half, and more than there are."""
+def test_cores_respects_cpu_quota(make_process: MakeProcess, quota: int, expected: int):
+    """Per 100 ms: 8 cores, 8.5, 0.5, and more cores than the machine has."""
     process = make_process(["0::/job"], [V2], {"fs/cgroup/job/cpu.max": f"{quota} 100000"})
     assert cores(process) == expected
 
 
-def test_the_least_of_a_group_and_those_above_it(make_process: MakeProcess):
-    """As Slurm and systemd nest them: a job's limit stands above the step in which the process is."""
+def test_limits_are_the_lowest_of_a_group_and_its_parents(make_process: MakeProcess):
+    """Slurm and systemd nest groups: the limit of a job is in a parent of the process's group."""
     files = {
         "job_7/memory.max": str(GIB),
         "job_7/cpu.max": "1600000 100000",
@@ -106,8 +106,8 @@ def test_the_least_of_a_group_and_those_above_it(make_process: MakeProcess):
     assert (memory_bytes(process), cores(process)) == (GIB, 16)
 
 
-def test_both_versions_of_one_machine(make_process: MakeProcess):
-    """Memory is limited by version 1, cores by version 2, which is mounted beside it."""
+def test_limits_of_both_versions_apply(make_process: MakeProcess):
+    """Version 1 limits memory, version 2 limits cores."""
     process = make_process(
         ["4:memory:/pod", "1:name=systemd:/other", "0::/pod"],
         [
@@ -127,24 +127,24 @@ def test_both_versions_of_one_machine(make_process: MakeProcess):
 @pytest.mark.parametrize(
     ("path", "root"),
     [
-        ("/docker/4f1c", "/docker/4f1c"),  # a container that sees the paths of its host, and its own group mounted
-        ("/", "/"),  # one with a namespace of its own
-        ("/../../other", "/"),  # a process of another such one
+        ("/docker/4f1c", "/docker/4f1c"),  # a container with the paths of its host, and its own group mounted
+        ("/", "/"),  # a container with its own namespace
+        ("/../../other", "/"),  # a process of another such container
         ("/elsewhere", "/docker/4f1c"),
     ],
 )
-def test_in_a_container_what_is_mounted_is_its_own_group(make_process: MakeProcess, path: str, root: str):
+def test_memory_bytes_in_a_container_uses_the_mounted_group(make_process: MakeProcess, path: str, root: str):
     mount = f"35 31 0:32 {root} /sys/memory rw - cgroup cgroup rw,memory"
     process = make_process([f"4:memory:{path}"], [mount], {"memory/memory.limit_in_bytes": str(GIB)})
     assert memory_bytes(process) == GIB
 
 
-def test_the_affinity_of_the_process_counts(make_process: MakeProcess, monkeypatch: pytest.MonkeyPatch):
+def test_cores_respects_the_affinity_of_the_process(make_process: MakeProcess, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     assert cores(make_process(["0::/job"], [V2], {"fs/cgroup/job/cpu.max": "800000 100000"})) == 2
 
 
-def test_accelerator_is_the_name_that_the_driver_gives(tmp_path, monkeypatch):
+def test_accelerator_is_the_gpu_name_of_the_driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in (0, 1):
         (folder := tmp_path / f"0000:0{number}:00.0").mkdir()

@@ -1,4 +1,4 @@
-"""Rows that no format fits: the sentence about them. Oracle: what a person sees in rows as other tools publish them."""
+"""Errors for rows that no format fits. Oracle: rows as other tools publish them, read by hand."""
 
 from typing import Any
 
@@ -14,16 +14,13 @@ ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No idea."}
 
 
-def _told(*rows: dict[str, Any]) -> str:
-    with pytest.raises(DataError) as caught:
+def _error(*rows: dict[str, Any]) -> DataError:
+    with pytest.raises(DataError, match=r"^data\.jsonl: ") as caught:
         detect(rows, "data.jsonl")
-    return str(caught.value)
+    return caught.value
 
 
-LABEL, RATING = (
-    "one answer, in `{}`, and a label that says whether it is good, in `{}`",
-    "one answer, in `{}`, and a rating of it, in `{}`",
-)
+LABEL, RATING = "one response in `{}` and its label in `{}`", "one response in `{}` and its rating in `{}`"
 NOT_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Why?", "completion": "Because.", "label": True}, LABEL.format("completion", "label")),  # TRL
     ({"prompt": [ASK], "completion": [GOOD], "label": False}, LABEL.format("completion", "label")),
@@ -31,28 +28,27 @@ NOT_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"instruction": "Why?", "output": "Because.", "kto_tag": True}, LABEL.format("output", "kto_tag")),  # LLaMA-Factory
     ({"prompt": "Why?", "completion": "Because.", "label": "True"}, LABEL.format("completion", "label")),  # CSV
     ({"prompt": "Why?", "response": "Because.", "label": 1.0}, LABEL.format("response", "label")),
-    ({"prompt": "Why?", "responses": ["Because.", "No idea."], "ranks": [1, 2]}, "a list of answers, in `responses`"),
-    ({"prompt": "Why?", "said": ["Because.", "No idea."], "points": [0.5, 0.1]}, "a list of answers, in `said`"),
+    ({"prompt": "Why?", "responses": ["Because.", "No idea."], "ranks": [1, 2]}, "a list of responses in `responses`"),
+    ({"prompt": "Why?", "said": ["Because.", "No idea."], "points": [0.5, 0.1]}, "a list of responses in `said`"),
     ({"prompt": "Why?", "answers": [{"answer": "Because.", "rank": 1}, {"answer": "No idea.", "rank": 2}]},
-     "a list of answers, in `answers`"),  # Nectar
+     "a list of responses in `answers`"),  # Nectar
     ({"instruction": "Why?", "completions": [{"response": "Because.", "overall_score": 7.5}]},
-     "a list of answers, in `completions`"),  # UltraFeedback
+     "a list of responses in `completions`"),  # UltraFeedback
     ({"q": "Why?", "given": [{"text": "Because.", "score": 3}, {"text": "No idea.", "score": 1}]},
-     "a list of answers, in `given`"),
-    ({"prompt": "Why?", "candidates": [[GOOD], [BAD]]}, "a list of answers, in `candidates`"),
-    ({"prompt": "Why?", "chosen": "Because.", "rejected": ["No idea.", "Who knows?"]}, "a list of answers, in `rejected`"),
+     "a list of responses in `given`"),
+    ({"prompt": "Why?", "candidates": [[GOOD], [BAD]]}, "a list of responses in `candidates`"),
+    ({"prompt": "Why?", "chosen": "Because.", "rejected": ["No idea.", "Who knows?"]}, "a list of responses in `rejected`"),
     ({"prompt": "Why?", "response": "Because.", "helpfulness": 4, "verbosity": 2}, RATING.format("response", "helpfulness")),
     ({"prompt": "Why?", "completion": "Because.", "score": "0.75"}, RATING.format("completion", "score")),
     ({"messages": [ASK, GOOD], "rating": 5}, RATING.format("messages", "rating")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "words"), NOT_PAIRS)
-def test_detect_rows_that_are_not_pairs_says_so_in_one_sentence(row, words):
-    assert _told(row, row, {"note": "odd"}) == (
-        f"data.jsonl: these rows are not pairs, since each has {words}: make pairs of a better and a worse answer to the same "
-        "prompt, and write each pair as one row of `prompt`, `chosen` and `rejected`"
-    )
+@pytest.mark.parametrize(("row", "description"), NOT_PAIRS)
+def test_detect_rows_that_are_not_pairs_describes_them(row, description):
+    error = _error(row, row, {"note": "odd"})
+    assert error.code == "not-pairs" and description in str(error)
+    assert all(field in str(error) for field in ("`prompt`", "`chosen`", "`rejected`"))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +63,13 @@ def test_detect_rows_that_are_not_pairs_says_so_in_one_sentence(row, words):
         {"messages": [ASK, GOOD]},
     ],
 )
-def test_detect_rows_that_may_be_pairs_under_other_names_names_columns(row):
-    told = _told(row)
-    assert "are not pairs" not in told and "`columns: {" in told
+def test_detect_rows_that_may_be_pairs_under_other_names_advises_columns(row):
+    error = _error(row)
+    assert error.code == "unknown-format" and "`columns: {" in str(error)
 
 
-def test_detect_few_rows_that_are_not_pairs_do_not_speak_for_the_others():
-    assert "are not pairs" not in _told(NOT_PAIRS[0][0], {"prompt": "Why?"}, {"prompt": "Who?"})
+def test_detect_a_minority_of_rows_that_are_not_pairs_is_an_unknown_format():
+    assert _error(NOT_PAIRS[0][0], {"prompt": "Why?"}, {"prompt": "Who?"}).code == "unknown-format"
 
 
 CLOSEST: list[tuple[dict[str, Any], str, str, str]] = [
@@ -96,24 +92,24 @@ CLOSEST: list[tuple[dict[str, Any], str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "name", "words", "field"), CLOSEST)
-def test_detect_unknown_rows_names_the_closest_format_first(row, name, words, field):
-    told = _told(row, row, {"note": "odd"})
-    start = f"data.jsonl: the first rows are closest to `{name}`, but {words}; none of the preference formats fits them. Their "
-    assert told.startswith(start)
-    assert f"`columns: {{{field}: my_column}}`" in told and all(f"{each} (" in told for each in FORMATS)
+@pytest.mark.parametrize(("row", "name", "lack", "field"), CLOSEST)
+def test_detect_unknown_rows_names_the_closest_format(row, name, lack, field):
+    error = _error(row, row, {"note": "odd"})
+    message = str(error)
+    assert error.code == "unknown-format" and f"closest to `{name}`, but {lack}" in message
+    assert f"`columns: {{{field}: my_column}}`" in message and all(f"{name} (" in message for name in FORMATS)
 
 
 @pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in SAME_PAIR.items() for row in rows])
-def test_closest_format_of_rows_that_a_format_fits_asks_nothing_of_that_format(name, row):
-    """So what is asked of each format is not more than what it takes."""
+def test_closest_format_of_rows_that_a_format_fits_lacks_no_field_of_it(name, row):
+    """The needs of each format are not stricter than the format itself."""
     closest = closest_format([row])
     assert closest is None or closest.format != name or name == "comparison"
 
 
 @pytest.mark.parametrize("field", ["messages", "rejected_messages"])
-def test_detect_messages_as_text_are_refused_only_if_no_format_fits(field):
-    listed = '[{"role": "user", "content": "Why?"}]'
-    told = _told({"messages": [ASK, GOOD], field: listed})
-    assert f"`{field}` holds lists written as text" in told
-    assert detect([{"prompt": "Why?", "chosen": "a", "rejected": "b", field: listed}], "here") == "strings"
+def test_detect_messages_as_text_fails_only_if_no_format_fits(field):
+    text = '[{"role": "user", "content": "Why?"}]'
+    error = _error({"messages": [ASK, GOOD], field: text})
+    assert error.code == "list-as-text" and f"`{field}`" in str(error)
+    assert detect([{"prompt": "Why?", "chosen": "a", "rejected": "b", field: text}], "here") == "strings"

@@ -1,4 +1,4 @@
-"""Each format by hand-made rows: the pair a person would read out of it, or the reason why there is none."""
+"""Each format with rows made by hand: the pair in a row, or the reason for quarantine."""
 
 import json
 from pathlib import Path
@@ -89,14 +89,14 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in SAME_PAIR.items() for row in rows])
-def test_every_format_reads_the_same_pair(name, row):
+def test_convert_rows_of_every_format_returns_the_same_pair(name, row):
     pair = FORMATS[name].convert(row)
     assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
     assert detect([row], "here") == name
 
 
-class Consulted(dict[str, Any]):
-    """A row that remembers which of its fields it was asked for by name."""
+class RecordingRow(dict[str, Any]):
+    """A row that records the fields that are read by name."""
 
     def __init__(self, row: dict[str, Any]):
         super().__init__(row)
@@ -115,17 +115,17 @@ class Consulted(dict[str, Any]):
         return super().get(name, default)
 
 
-def test_every_field_that_a_format_reads_may_be_in_a_column_of_another_name():
-    """Those of labels, of which a row has one, stand in the module's own list; each annotator's is named by its number."""
-    consulted = {*ranked_responses.LABELS, *ranked_responses.SIGNED_LABELS}
+def test_field_names_of_columns_are_all_fields_that_formats_read():
+    """A row has only one label, so the module's list adds the other names. Annotators are named by number."""
+    read = {*ranked_responses.LABELS, *ranked_responses.SIGNED_LABELS}
     for name, rows in SAME_PAIR.items():
-        for row in map(Consulted, rows):
+        for row in map(RecordingRow, rows):
             FORMATS[name].convert(row)
-            consulted |= row.names
-    assert {name for name in consulted if not name.startswith("annotator")} == {*get_args(FieldName)}
+            read |= row.names
+    assert {name for name in read if not name.startswith("annotator")} == {*get_args(FieldName)}
 
 
-def test_all_formats_of_the_recipe_are_here_and_tested():
+def test_formats_are_all_tested():
     assert set(FORMATS) == set(SAME_PAIR)
 
 
@@ -163,7 +163,7 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
          [" A\t", "B\n\nand more", "C"]),
     ],
 )  # fmt: skip
-def test_what_belongs_to_the_prompt(name, row, prompt):
+def test_convert_joins_all_parts_of_the_prompt(name, row, prompt):
     assert [turn["content"] for turn in FORMATS[name].convert(row).prompt] == prompt
 
 
@@ -171,7 +171,7 @@ def _conversation(prompt=(ASK,), chosen=(GOOD,), rejected=(BAD,)):
     return {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}
 
 
-def _said(role, content):
+def _message(role, content):
     return {"role": role, "content": content}
 
 
@@ -181,25 +181,25 @@ UNUSABLE = [
     ("conversational", _conversation(chosen=[{"role": "assistant"}]), QuarantineReason.MISSING_FIELD),
     ("conversational", {"prompt": 7, "chosen": [GOOD], "rejected": [BAD]}, QuarantineReason.WRONG_TYPE),
     ("conversational", _conversation(chosen=["Because."]), QuarantineReason.WRONG_TYPE),
-    ("conversational", _conversation(chosen=[_said("assistant", 7)]), QuarantineReason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=[_message("assistant", 7)]), QuarantineReason.WRONG_TYPE),
     ("conversational", _conversation(chosen=[GOOD, GOOD]), QuarantineReason.WRONG_TYPE),
     ("conversational", _conversation(prompt=[]), QuarantineReason.EMPTY_PROMPT),
-    ("conversational", _conversation(prompt=[_said("user", " \n")]), QuarantineReason.EMPTY_PROMPT),
+    ("conversational", _conversation(prompt=[_message("user", " \n")]), QuarantineReason.EMPTY_PROMPT),
     ("conversational", _conversation(chosen=[]), QuarantineReason.EMPTY_RESPONSE),
-    ("conversational", _conversation(rejected=[_said("assistant", "")]), QuarantineReason.EMPTY_RESPONSE),
+    ("conversational", _conversation(rejected=[_message("assistant", "")]), QuarantineReason.EMPTY_RESPONSE),
     ("conversational", _conversation(rejected=[GOOD]), QuarantineReason.IDENTICAL),
     ("conversational", _conversation(rejected=[ASK]), QuarantineReason.RESPONSE_ROLE),
     ("conversational", _conversation(prompt=[ASK, GOOD]), QuarantineReason.PROMPT_ROLE),
-    ("conversational", _conversation(prompt=[_said("system", "x")]), QuarantineReason.PROMPT_ROLE),
-    ("conversational", _conversation(prompt=[_said("developer", "x")]), QuarantineReason.PROMPT_ROLE),
-    ("conversational", _conversation(prompt=[_said("robot", "x")]), QuarantineReason.UNKNOWN_ROLE),
+    ("conversational", _conversation(prompt=[_message("system", "x")]), QuarantineReason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_message("developer", "x")]), QuarantineReason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_message("robot", "x")]), QuarantineReason.UNKNOWN_ROLE),
     (
         "conversational",
-        _conversation(prompt=[_said("user", [{"type": "image_url"}])]),
+        _conversation(prompt=[_message("user", [{"type": "image_url"}])]),
         QuarantineReason.UNSUPPORTED_FIELD,
     ),
-    ("conversational", _conversation(prompt=[_said("user", "a\0b")]), QuarantineReason.NUL),
-    ("conversational", _conversation(prompt=[_said("user", "a\ud800b")]), QuarantineReason.BAD_UNICODE),
+    ("conversational", _conversation(prompt=[_message("user", "a\0b")]), QuarantineReason.NUL),
+    ("conversational", _conversation(prompt=[_message("user", "a\ud800b")]), QuarantineReason.BAD_UNICODE),
     ("strings", {"prompt": "Why?", "chosen": "x" * 5_000_000, "rejected": "No."}, QuarantineReason.ENORMOUS),
     (
         "conversational",
@@ -208,7 +208,7 @@ UNUSABLE = [
     ),
     (
         "implicit_prompt",
-        {"chosen": [ASK, GOOD], "rejected": [_said("user", "Who?"), BAD]},
+        {"chosen": [ASK, GOOD], "rejected": [_message("user", "Who?"), BAD]},
         QuarantineReason.PROMPTS_DIFFER,
     ),
     ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, QuarantineReason.PROMPTS_DIFFER),
@@ -285,7 +285,7 @@ UNUSABLE = [
     ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": None}, QuarantineReason.MISSING_FIELD),
     (
         "ms_swift",
-        {"messages": [ASK, GOOD], "rejected_messages": [_said("user", "Who?"), BAD]},
+        {"messages": [ASK, GOOD], "rejected_messages": [_message("user", "Who?"), BAD]},
         QuarantineReason.PROMPTS_DIFFER,
     ),
     (
@@ -297,26 +297,26 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), UNUSABLE)
-def test_a_row_that_is_no_pair_says_why(name, row, reason):
+def test_convert_unusable_row_raises_the_reason(name, row, reason):
     with pytest.raises(Quarantined) as caught:
         FORMATS[name].convert(row)
     assert caught.value.reason is reason
     assert caught.value.detail
 
 
-def test_clean_text_with_a_nul_tells_its_position():
+def test_convert_text_with_a_nul_names_its_position():
     """By hand: `a` is at 0, `é` at 1, and the NUL at 2."""
-    with pytest.raises(Quarantined) as caught:
+    with pytest.raises(Quarantined, match=r"`chosen` .* at position 2;") as caught:
         FORMATS["strings"].convert({"prompt": "Why?", "chosen": "aé\0b", "rejected": "No."})
-    assert str(caught.value) == "NUL character: `chosen` has a NUL character at position 2; take it out of the text"
+    assert caught.value.reason is QuarantineReason.NUL
 
 
 @pytest.mark.parametrize(
     ("labels", "reason"),
     [
-        ({"annotator1": 1, "annotator2": 2, "annotator3": 0}, QuarantineReason.TIE),  # nobody has two of three
-        ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, QuarantineReason.TIE),  # the majority says tie
-        ({"annotator1": 1, "annotator2": 2}, QuarantineReason.TIE),  # one of two is no majority
+        ({"annotator1": 1, "annotator2": 2, "annotator3": 0}, QuarantineReason.TIE),  # one vote each
+        ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, QuarantineReason.TIE),  # a majority for tie
+        ({"annotator1": 1, "annotator2": 2}, QuarantineReason.TIE),  # half is not a majority
         ({"winner": "tie"}, QuarantineReason.TIE),
         ({"winner": "both_bad"}, QuarantineReason.TIE),
         ({"overall_preference": 10**400}, QuarantineReason.UNKNOWN_LABEL),
@@ -329,7 +329,7 @@ def test_clean_text_with_a_nul_tells_its_position():
         ({}, QuarantineReason.MISSING_FIELD),
     ],
 )
-def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
+def test_convert_comparison_without_a_winner_raises_the_reason(labels, reason):
     with pytest.raises(Quarantined) as caught:
         FORMATS["comparison"].convert({"instruction": "A", "response1": "a", "response2": "b", **labels})
     assert caught.value.reason is reason
@@ -349,21 +349,21 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
         ("comparison", {**SAME_PAIR["comparison"][1], "messages": [ASK, GOOD], "rejected_response": "No."}),
     ],
 )
-def test_detect_rows_that_were_read_without_messages_are_read_as_before(name, row):
-    """UltraFeedback has the chosen conversation in `messages` too: the other fields say the same pair without it."""
+def test_detect_rows_with_redundant_messages_uses_the_other_fields(name, row):
+    """UltraFeedback repeats the chosen conversation in `messages`."""
     assert detect([row], "here") == name
     pair = FORMATS[name].convert(row)
     assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
 
 
-def test_a_text_in_which_speakers_occur_is_no_transcript():
+def test_detect_text_with_speakers_inside_is_not_a_transcript():
     assert (
         detect([{"prompt": "Write a play.", "chosen": "Act 1\n\nHuman: Hi.", "rejected": "No."}], "here") == "strings"
     )
 
 
 @pytest.mark.parametrize("chosen", ["response_2", "model_b", 2, "B"])
-def test_the_name_of_a_response_is_not_taken_for_an_answer(chosen):
+def test_detect_chosen_that_names_a_response_is_a_comparison(chosen):
     row = {
         "prompt": "Why?",
         "response_1": "No idea.",
@@ -372,18 +372,19 @@ def test_the_name_of_a_response_is_not_taken_for_an_answer(chosen):
         "rejected": "response_1",
     }
     assert detect([row], "here") == "comparison"
-    with pytest.raises(Quarantined, match="there is no label"):
+    with pytest.raises(Quarantined, match=r"annotator1\.\., label") as caught:
         FORMATS["comparison"].convert(row)
+    assert caught.value.reason is QuarantineReason.MISSING_FIELD
 
 
-def test_detection_follows_most_rows_and_says_what_it_considered():
+def test_detect_returns_the_format_of_most_rows_or_lists_all_formats():
     strings = SAME_PAIR["strings"][0]
     for odd in ({"a": 1}, *(rows[0] for rows in SAME_PAIR.values())):
         assert detect([odd, strings, strings], "here") == "strings"
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"\[unknown-format\]") as caught:
         detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
-    for word in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`columns: {"):
-        assert word in str(caught.value)
+    for value in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`columns: {"):
+        assert value in str(caught.value)
 
 
 HELLO = "\n\nHuman: Hello.\n\nAssistant:"
@@ -398,8 +399,8 @@ BROKEN_AMONG_OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "row", "broken"), BROKEN_AMONG_OTHERS, ids=[name for name, *_ in BROKEN_AMONG_OTHERS])
-def test_a_row_that_lacks_what_tells_its_format_does_not_decide_for_the_others(name, row, broken):
-    """A wider format fits all of them; of transcripts it would take the names of the speakers for what they say."""
+def test_detect_a_minority_of_rows_without_the_distinctive_field_does_not_decide(name, row, broken):
+    """A wider format fits all of these rows. It would read the speakers' names in transcripts as content."""
     assert detect([broken], "here") != name == detect([row], "here")
     assert detect([broken, row, row], "here") == name
     assert detect([broken, broken, row], "here") != name
@@ -407,10 +408,10 @@ def test_a_row_that_lacks_what_tells_its_format_does_not_decide_for_the_others(n
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("file", "format"), [("ms-swift.jsonl", "ms_swift"), ("axolotl.jsonl", "messages")])
-def test_detect_rows_of_other_tools_are_read_without_configuration(shared_data: Path, file, format):
-    """By hand: four rows of either tool, which ask for what is in a hall."""
-    place = shared_data.parent / "cases" / "07-messages-and-rejected" / file
-    rows = [record.value for record in read_records(DataFile(name=file, path=place))]
+def test_detect_rows_of_other_tools_needs_no_configuration(shared_data: Path, file, format):
+    """By hand: each tool has four rows, one per hall."""
+    path = shared_data.parent / "cases" / "07-messages-and-rejected" / file
+    rows = [record.value for record in read_records(DataFile(name=file, path=path))]
     assert detect(rows, file) == format
     for hall, row in enumerate(rows):
         pair = FORMATS[format].convert(row)
@@ -428,12 +429,12 @@ def test_detect_rows_of_other_tools_are_read_without_configuration(shared_data: 
         ("conversational-implicit-prompt.jsonl", "implicit_prompt"),
     ],
 )
-def test_two_spellings_of_published_rows_give_the_same_pairs(shared_data: Path, file, format):
-    """The two files hold the same 300 rows in two forms; the first is the schema itself, so it is the oracle."""
+def test_convert_published_rows_in_two_layouts_returns_the_same_pairs(shared_data: Path, file, format):
+    """The files hold the same 300 rows in two layouts. The oracle is the first file, which is in our schema."""
     schemas = shared_data / "schemas"
-    wanted = [json.loads(line) for line in (schemas / "conversational-explicit-prompt.jsonl").open("rb")]
+    pairs = [json.loads(line) for line in (schemas / "conversational-explicit-prompt.jsonl").open("rb")]
     rows = [json.loads(line) for line in (schemas / file).open("rb")]
     assert detect(rows[:32], file) == format
-    for row, expected in zip(rows, wanted, strict=True):
+    for row, expected in zip(rows, pairs, strict=True):
         pair = FORMATS[format].convert(row)
         assert [list(pair.prompt), list(pair.chosen), list(pair.rejected)] == list(expected.values())

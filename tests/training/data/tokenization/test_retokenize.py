@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from training.contract.identity.software import COMPARED
 from training.data.tokenization.pair_dataset import Pairs
-from training.data.tokenization.retokenize import _spread
+from training.data.tokenization.retokenize import _sample_positions
 
 
 def pairs_of(lengths: list[tuple[int, int]]) -> Pairs:
@@ -17,9 +17,9 @@ def pairs_of(lengths: list[tuple[int, int]]) -> Pairs:
     return Pairs(pa.table({**lists, "prompt_length": pa.array([1] * len(lengths), pa.int32())}))
 
 
-def test_sample_is_spread_over_the_lengths_of_the_longer_response():
+def test_sample_is_sample_positions_over_the_lengths_of_the_longer_response():
     lengths = [(1 + 7 * n % 1000, 3) for n in range(1000)]
-    found = _spread(pairs_of(lengths))
+    found = _sample_positions(pairs_of(lengths))
     longest = sorted(max(lengths[at]) for at in found)
     assert len(set(found)) == COMPARED == 64
     assert longest[0] == 3 and longest[-1] == 1000
@@ -27,4 +27,4 @@ def test_sample_is_spread_over_the_lengths_of_the_longer_response():
 
 
 def test_sample_of_few_pairs_is_all_of_them():
-    assert sorted(_spread(pairs_of([(5, 2), (1, 9), (3, 3)]))) == [0, 1, 2]
+    assert sorted(_sample_positions(pairs_of([(5, 2), (1, 9), (3, 3)]))) == [0, 1, 2]
