@@ -1,8 +1,8 @@
 """The `sft` job: supervised tuning on the chosen responses of the train split. It makes the reference model.
 
 The loss is the mean negative log-prob over all response tokens of the global batch. So long responses weigh more than short
-ones, as is usual in language modelling. Steps, resuming and saving are those of preference tuning. An item is a pair. If several
-pairs share a chosen response, it is trained on that often.
+ones, as is usual in language modelling. Steps, resuming and saving work as in preference tuning. An item is a pair. A chosen
+response that several pairs share is trained on that often.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 import yaml
 from dagster.components.component_scaffolding import scaffold_object
-from setuptools import find_packages
+from setuptools import find_packages  # type: ignore[import-untyped]
 
 from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
