@@ -22,7 +22,7 @@ class EventLines:
         self._first: float | None = None
         self._step = ""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("phase", "note"):
             self._write(f"{self._asset}: {event.get('phase') or event.get('text')}")
@@ -43,7 +43,7 @@ def with_log(services: Services, log: Logger, asset: str) -> Services:
     lines = EventLines(log.info, asset)
 
     def on_event(event: Event) -> None:
-        lines.hear(event)
+        lines.on_event(event)
         services.listener({**event, "asset": asset})
 
     return replace(services, listener=on_event)

@@ -31,7 +31,7 @@ from training.contract.store.store import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import load_tokenizer
-from training.data.tokenization.message_text import PairText, read_said
+from training.data.tokenization.message_text import PairText, read_message_text
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.evaluation.generate import answers, decode, spread_prompts, stop_tokens
@@ -113,7 +113,7 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
     worst = _worst_pairs(held_out, tokenizer)
-    messages = read_said(job, {sample.row for sample in samples} | {pair.row for pair in worst})
+    messages = read_message_text(job, {sample.row for sample in samples} | {pair.row for pair in worst})
     readable = [
         replace(sample, prompt=messages[sample.row].prompt) if sample.row in messages else sample for sample in samples
     ]

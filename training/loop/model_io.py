@@ -19,7 +19,7 @@ from training.model.load import left_out, save_model
 from training.model.logprobs.self_check import check_exact
 from training.model.training_setup import prepare_for_training
 from training.parallel.model_specs import TrainModelSpec
-from training.parallel.strategy import build_masters
+from training.parallel.strategy import build_params
 from training.parallel.train_state import TrainableParams
 
 
@@ -30,11 +30,11 @@ def load_for_training(
 
     `routing` is the one of `prepare_for_training`.
     """
-    masters = build_masters(trainable, compute.parallel, group, events)
-    _note_untrained_weights(masters.model, trainable, events)
-    check_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
-    prepare_for_training(masters.model, compute, events, masters.own_dropout, trainable.float8_head, routing)
-    return masters
+    params = build_params(trainable, compute.parallel, group, events)
+    _note_untrained_weights(params.model, trainable, events)
+    check_exact(params.model, events, params.dtype, training=params.own_dropout)
+    prepare_for_training(params.model, compute, events, params.own_dropout, trainable.float8_head, routing)
+    return params
 
 
 def _note_untrained_weights(model: PreTrainedModel, trainable: TrainModelSpec, events: EventWriter) -> None:
@@ -52,23 +52,23 @@ def _note_untrained_weights(model: PreTrainedModel, trainable: TrainModelSpec, e
         )
 
 
-def write_trained(job: Job, masters: TrainableParams, start: Input, adapter: Adapter | None = None) -> str:
+def write_trained(job: Job, params: TrainableParams, start: Input, adapter: Adapter | None = None) -> str:
     """Write the model, or its adapter alone, and the tokenizer into `job.staging`. Return the fingerprint.
 
     The folder is a Hugging Face or a peft folder. `start` is the model before training, the base of an adapter. All ranks call
     this, because each may hold a part of the weights. Rank 0 writes; the other ranks return "".
     """
-    weights = masters.full_weights()
-    if not masters.group.is_main:
+    weights = params.full_weights()
+    if not params.group.is_main:
         return ""
     shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
     if adapter is None:
-        save_model(masters.model, job.staging, weights, masters.dtype)
+        save_model(params.model, job.staging, weights, params.dtype)
         return weights_fingerprint(weights_identity(job.staging))
     if not adapter.is_merged:
-        return _write_adapter(masters.model, weights, start, job.staging).fingerprint
+        return _write_adapter(params.model, weights, start, job.staging).fingerprint
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        return write_merged(_write_adapter(masters.model, weights, start, Path(folder)), start, job.staging)
+        return write_merged(_write_adapter(params.model, weights, start, Path(folder)), start, job.staging)
 
 
 def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:

@@ -55,17 +55,17 @@ class TrainStep:
 
     def __init__(
         self,
-        masters: TrainableParams,
+        params: TrainableParams,
         objective: Objective[Any],
         batches: BatchSampler,
         settings: Training | SupervisedTuning,
         steps: int,
     ) -> None:
-        self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        matrices, norms = hidden_matrices(masters.model), norm_weights(masters.model)
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, norms, masters.turns)
-        self.group, self._settings = masters.group, settings
-        self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
+        self.params, self.objective, self.batches, self.steps = params, objective, batches, steps
+        matrices, norms = hidden_matrices(params.model), norm_weights(params.model)
+        self.optimizer = build_optimizer(settings.optimizer, params.parameters, matrices, norms, params.turns)
+        self.group, self._settings = params.group, settings
+        self._sharing = why_not_shared(params.model, params.own_dropout) is None
 
     def step(self, step: int, flags: Flags) -> StepResult:
         """Take `step`, counted from 1, and exchange this rank's `flags`.
@@ -73,22 +73,22 @@ class TrainStep:
         Raises TrainingError on every rank if a loss or the gradient is not finite. The weights are then unchanged.
         """
         started = time.perf_counter()
-        masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
+        params, objective, group, settings = self.params, self.objective, self.group, self._settings
         batch = self.batches.batch(step)
-        lockstep = is_collective(masters.model)
+        lockstep = is_collective(params.model)
         parts = self.batches.micro_batches(step, group.rank, group.world, lockstep, self._sharing)
         count = objective.count(batch)
 
-        masters.zero()
-        masters.train()
+        params.zero()
+        params.train()
         self._seed_dropout(step)
-        objective.prepare(masters.model, batch, parts)
+        objective.prepare(params.model, batch, parts)
         self._seed_dropout(step)  # again, so that a pass in `prepare` and the one below draw the same dropout
         items, values_IM = self._forward_backward(parts, count)
 
         finite_I = values_IM.isfinite().all(dim=1)
-        suspect = ~(masters.reduce() & finite_I.all())
-        sync = sync_step(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
+        suspect = ~(params.reduce() & finite_I.all())
+        sync = sync_step(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, params.norm)
         self._check_finite(step, sync, items, finite_I)
 
         factor = schedule_factor(settings.schedule, step, self.steps)
@@ -108,14 +108,14 @@ class TrainStep:
 
     def _forward_backward(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
         """Accumulate the gradients of this rank's micro-batches. Return its items and their values."""
-        masters, objective = self.masters, self.objective
+        params, objective = self.params, self.objective
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(objective.names), dtype=torch.float64, device=self.group.device)]
-        collated_parts = prefetch(lambda part: objective.collate(masters.model, part.items), parts)
+        collated_parts = prefetch(lambda part: objective.collate(params.model, part.items), parts)
         for number, (part, collated) in enumerate(collated_parts, 1):
-            values_IM = objective.values_IM(masters.model, collated)
+            values_IM = objective.values_IM(params.model, collated)
             loss = values_IM[:, 0].sum() / count
-            masters.backward(loss if part.counts else loss * 0, last=number == len(parts))
+            params.backward(loss if part.counts else loss * 0, last=number == len(parts))
             if part.counts:
                 items.append(part.items)
                 tables.append(values_IM.detach())
@@ -123,10 +123,10 @@ class TrainStep:
         return np.concatenate(items), torch.cat(tables)
 
     def _apply(self, norm: float, factor: float) -> None:
-        self.masters.clip_(norm, self._settings.max_grad_norm)
+        self.params.clip_(norm, self._settings.max_grad_norm)
         set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
-        self.masters.update_model()
+        self.params.update_model()
 
     def _check_finite(self, step: int, sync: StepSync, items: Positions, finite_I: Tensor) -> None:
         """Raise TrainingError on every rank unless all values and the gradient are finite."""

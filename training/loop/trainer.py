@@ -45,7 +45,7 @@ class Trainer:
         self._checkpoint_is_due = False
         self._saved_step: int | None = None
         self._signals: list[str] = []
-        params = train_step.masters
+        params = train_step.params
         self._training_state = TrainingState(params.parameters, train_step.optimizer, params.local_rows)
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class Trainer:
         with self._run_state.timed("resuming"):
             found = self._run_state.checkpoints.read(step)
             self._training_state.restore(found.tensors)
-            self.train_step.masters.update_model()
+            self.train_step.params.update_model()
             self._run_state.restore(found.facts)
             self.train_step.objective.restore(self._run_state.facts.get("objective", {}))
         self._saved_step = step

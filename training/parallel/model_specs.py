@@ -44,17 +44,17 @@ class TrainModelSpec:
     def parameter_bytes(self) -> int:
         return _TRAINED_BYTES[self.precision] if self.adapter is None else int(DTYPES[self.precision].itemsize)
 
-    def load(self, device: torch.device, masters: bool = False) -> PreTrainedModel:
-        """Return the model in the running precision; with `masters` its trained tensors are float32. Raise ModelError.
+    def load(self, device: torch.device, master_weights: bool = False) -> PreTrainedModel:
+        """Return the model in the running precision; with `master_weights` its trained tensors are float32. Raise ModelError.
 
         With an adapter the other parameters are frozen.
         """
         if self.adapter is None:
-            model = load_model(self.folder, "float32" if masters else self.precision, device)
+            model = load_model(self.folder, "float32" if master_weights else self.precision, device)
             freeze_other_parts(model)
         else:
             model = load_model(self.folder, self.precision, device)
-            add_adapter(model, self.adapter, self.seed, float32=masters)
+            add_adapter(model, self.adapter, self.seed, float32=master_weights)
         return model
 
     def running_precision(self) -> Precision:

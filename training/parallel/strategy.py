@@ -30,7 +30,7 @@ from training.parallel.train_state import TrainableParams
 _USABLE = 0.7
 
 
-def build_masters(trainable: TrainModelSpec, parallel: Parallel, group: Group, events: EventWriter) -> TrainableParams:
+def build_params(trainable: TrainModelSpec, parallel: Parallel, group: Group, events: EventWriter) -> TrainableParams:
     """Return the model to train, loaded onto the ranks. Raise ModelError."""
     layout = choose_layout(trainable, parallel, group, events)
     return Sharded(trainable, layout) if layout.is_sharded else Replicated(trainable, layout)

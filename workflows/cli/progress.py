@@ -29,9 +29,9 @@ def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
     with (
         ProgressBars(user_console) as progress,
         dagster_instance() as instance,
-        report_hashing_to(emitting(progress.hear, _NO_ASSET)),
+        report_hashing_to(emitting(progress.on_event, _NO_ASSET)),
     ):
-        yield build_services(pedigree_home(), progress.hear), instance
+        yield build_services(pedigree_home(), progress.on_event), instance
 
 
 class ProgressBars:
@@ -62,9 +62,9 @@ class ProgressBars:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if not self._console.is_terminal:
-            self._lines_of(event["asset"]).hear(event)
+            self._lines_of(event["asset"]).on_event(event)
             return
         task = self._task(event["asset"])
         match event["event"]:

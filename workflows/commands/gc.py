@@ -50,7 +50,7 @@ from training.contract.system.locks import holding, is_held
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
-_MEMO = "memo/"
+_LOGPROB_CACHE = "memo/"
 _UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, *BEGUN])
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
@@ -107,7 +107,7 @@ class GarbageCollector:
     def garbage(self) -> Iterator[GarbageItem]:
         kept = self.kept  # first, as it raises if references are unknown
         for kind, name in self._used:
-            if (kind, name) not in kept and kind.removeprefix(_MEMO) not in self._kept_rules:
+            if (kind, name) not in kept and kind.removeprefix(_LOGPROB_CACHE) not in self._kept_rules:
                 yield _garbage_item(kind, self._store.folder(kind, name))
         yield from (_garbage_item("job", folder) for folder in self._jobs if self._is_finished(folder))
         yield from (
@@ -153,7 +153,7 @@ class GarbageCollector:
         return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
 
     def _artifacts(self) -> Iterator[Reference]:
-        rules = [f"{_MEMO}{rule.name}" for rule in _folders(self._store.root / "memo")]
+        rules = [f"{_LOGPROB_CACHE}{rule.name}" for rule in _folders(self._store.root / "memo")]
         yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
 
     def _registered(self) -> Iterator[Reference]:

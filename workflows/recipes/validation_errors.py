@@ -22,6 +22,7 @@ _LISTED = 20  # names; a longer list would hide the suggestion
 _ALIKE = 0.8  # less similar names are different words: gpu and cpu, kto_pair and exo_pair
 _NULL_HINT = " (`null` removes a field of the recipe itself)"
 _NO_SECTION = {"model_type", "dict_type"}
+_OTHER_CODE = "invalid-value"
 # The code of an error, by pydantic's type.
 _CODES = {
     "extra_forbidden": "unknown-field",
@@ -52,7 +53,7 @@ def faults(error: ValidationError) -> Iterator[str]:
         if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _ in located):
             continue
         name = field.removeprefix("attributes").removeprefix(".")
-        message = f"{_message(name, fault)} [{_CODES.get(fault['type'], 'invalid-value')}]"
+        message = f"{_message(name, fault)} [{_CODES.get(fault['type'], _OTHER_CODE)}]"
         location_text = f"{place}: {_without_tags(name) or 'the recipe'}"
         if fault["type"] == "value_error" and isinstance(fault["input"], Mapping):
             location_text = place_of_named(Path(place.rpartition(":")[0]), message, _sections(name)) or location_text

@@ -13,7 +13,7 @@ def test_a_week_leaves_a_few_thousand_lines_and_none_is_five_minutes_late():
     for at in range(0, 7 * 24 * 3600, 5):
         before = len(lines)
         progress = {"done": at, "total": 604_800, "unit": "steps", "seconds_left": None}
-        told.hear({"event": "progress", "time": 1000.0 + at + at / 1e6, **progress})
+        told.on_event({"event": "progress", "time": 1000.0 + at + at / 1e6, **progress})
         moments += [at] * (len(lines) - before)
     gaps = [after - before for before, after in pairwise(moments)]
     assert set(gaps[:90]) == {5} and max(gaps) <= 305

@@ -76,21 +76,21 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
-    masters = Replicated(
+    params = Replicated(
         TrainModelSpec(tiny_world.model, precision, Adapter(rank=RANK), SEED), Placement(ALONE, copies=1)
     )
     drawn = AutoModelForCausalLM.from_pretrained(tiny_world.model)
     add_adapter(drawn, Adapter(rank=RANK), SEED)
-    assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in masters.parameters.items()), "as drawn, not rounded"
-    assert {p.dtype for p in masters.parameters.values()} == {torch.float32}
-    assert len(masters.gradient_N) == sum(p.numel() for p in masters.parameters.values())
-    assert {str(p.dtype) for p in masters.model.parameters()} == {f"torch.{precision}"}
+    assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in params.parameters.items()), "as drawn, not rounded"
+    assert {p.dtype for p in params.parameters.values()} == {torch.float32}
+    assert len(params.gradient_N) == sum(p.numel() for p in params.parameters.values())
+    assert {str(p.dtype) for p in params.model.parameters()} == {f"torch.{precision}"}
     with torch.no_grad():
-        for master in masters.parameters.values():
+        for master in params.parameters.values():
             master.add_(2**-12)
-    masters.update_model()
+    params.update_model()
     assert all(
-        torch.equal(masters.model.get_parameter(n), p.to(masters.model.dtype)) for n, p in masters.parameters.items()
+        torch.equal(params.model.get_parameter(n), p.to(params.model.dtype)) for n, p in params.parameters.items()
     )
 
 

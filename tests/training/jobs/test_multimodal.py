@@ -165,7 +165,7 @@ def test_only_dropout_that_text_meets_counts(tmp_path: Path, rate: float):
     model = build_multimodal("internvl", {"model_type": "qwen2", "attention_dropout": rate})
     model.config.vision_config.hidden_dropout_prob = 0.1
     model.save_pretrained(tmp_path)
-    masters = Replicated(TrainModelSpec(tmp_path, "float32"), Placement(ALONE, copies=1))
-    assert any(isinstance(module, torch.nn.Dropout) and module.p for module in masters.model.modules())
-    assert masters.own_dropout == (rate > 0)
-    assert (why_not_shared(masters.model, training=True) is None) == (rate == 0)
+    params = Replicated(TrainModelSpec(tmp_path, "float32"), Placement(ALONE, copies=1))
+    assert any(isinstance(module, torch.nn.Dropout) and module.p for module in params.model.modules())
+    assert params.own_dropout == (rate > 0)
+    assert (why_not_shared(params.model, training=True) is None) == (rate == 0)

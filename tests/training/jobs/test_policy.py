@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is(tiny_wor
         TrainingError, match=rf"step 1: the loss .* is not finite \(rank 0, rows {100 + row}\); no weight"
     ):
         train_step.step(1, Flags())
-    assert train_step.masters.norm().isfinite()
+    assert train_step.params.norm().isfinite()
 
 
 def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
@@ -231,9 +231,9 @@ def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
         "policy", settings(precision="bfloat16", optimizer={"learning_rate": 1e-6}), checkpoint_every=12
     )
     tune(job)
-    masters = load_file(next(job.checkpoints.rglob("rank-00000.safetensors")))["weights/model.norm.weight@0"]
-    assert masters.dtype == torch.float32
-    assert 0 < (masters - 1).abs().max() < 2**-9
+    params = load_file(next(job.checkpoints.rglob("rank-00000.safetensors")))["weights/model.norm.weight@0"]
+    assert params.dtype == torch.float32
+    assert 0 < (params - 1).abs().max() < 2**-9
     assert torch.equal(load_file(job.staging / "model.safetensors")["model.norm.weight"].float(), torch.ones(32))
 
 

@@ -38,7 +38,7 @@ from training.model import device_prefetch
 from training.model.expert_routing import ExpertBalance, routing_of
 from training.model.training_setup import prepare_for_training
 from training.parallel.model_specs import TrainModelSpec
-from training.parallel.strategy import build_masters
+from training.parallel.strategy import build_params
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -138,14 +138,14 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> TrainStep:
     trainable = TrainModelSpec(
         world.model, settings.precision, settings.adapter, disable_dropout=settings.disable_dropout
     )
-    masters = build_masters(trainable, "ddp", group, SILENT)
-    prepare_for_training(masters.model, compute, SILENT, masters.own_dropout)
+    params = build_params(trainable, "ddp", group, SILENT)
+    prepare_for_training(params.model, compute, SILENT, params.own_dropout)
     table = LogProbTable.read(world.reference, len(pairs))
     if settings.loss.needs_token_logprobs:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
     objective = PreferenceObjective(pairs, table, settings.loss, group)
     batches = BatchSampler(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
-    return TrainStep(masters, objective, batches, settings, 10)
+    return TrainStep(params, objective, batches, settings, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -209,10 +209,10 @@ def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: An
 
 def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
-    masters = build_masters(TrainModelSpec(world.model, "float32"), "ddp", group, SILENT)
+    params = build_params(TrainModelSpec(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = BatchSampler(train_items(pairs), TokenCounts(lengths_I, lengths_I), 8, 60, 0)
-    stepper = TrainStep(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
+    stepper = TrainStep(params, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
     take_steps(stepper, ResponseObjective.count)  # which counts on the host
 
 

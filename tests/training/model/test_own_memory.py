@@ -52,7 +52,7 @@ def in_shards(folder: Path) -> None:
 LOADS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "in the dtype of the file": lambda folder: load_model(folder, "float32", CPU),
     "in another": lambda folder: load_model(folder, "bfloat16", CPU),
-    "masters": lambda folder: TrainModelSpec(folder, "bfloat16").load(CPU, masters=True),
+    "master weights": lambda folder: TrainModelSpec(folder, "bfloat16").load(CPU, master_weights=True),
     "below an adapter": lambda folder: TrainModelSpec(folder, "float32", Adapter(type="lora", rank=2)).load(CPU),
 }
 

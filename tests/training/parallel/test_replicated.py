@@ -14,7 +14,7 @@ from training.parallel.placement import Placement
 from training.parallel.replicated import Replicated
 
 
-def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:
+def params(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
@@ -23,7 +23,7 @@ def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replica
 
 def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
     """Ten million numbers, most of them small: summed up in one go in float32 their norm is off by 1e-4 and more."""
-    found = masters(tmp_path, vocab_size=40_000, hidden_size=128)
+    found = params(tmp_path, vocab_size=40_000, hidden_size=128)
     random = torch.Generator().manual_seed(0)
     found.gradient_N.copy_(torch.rand(found.gradient_N.shape, generator=random) ** 6)
     exact = found.gradient_N.double().norm()
@@ -34,7 +34,7 @@ def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtype):
     """Two passes with losses a and b give the gradients that torch gives for a and for b, added in float32."""
-    found = masters(tmp_path, precision)
+    found = params(tmp_path, precision)
     ids = torch.arange(12).view(1, -1)
     expected = {name: torch.zeros_like(p) for name, p in found.parameters.items()}
     for factor in (1.0, 1e-3):
@@ -51,7 +51,7 @@ def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtyp
 
 def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
     """Four numbers of 2 have the norm 4: a limit of 8 is not met, one of 1 leaves a quarter; a gradient of zero has none."""
-    found = masters(tmp_path)
+    found = params(tmp_path)
     found.gradient_N[:4] = 2.0
     for limit, left in ((8.0, 2.0), (1.0, 0.5)):
         found.clip_(float(found.norm()), limit)
@@ -62,7 +62,7 @@ def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
 
 
 def test_what_is_not_finite_is_noted(tmp_path):
-    found = masters(tmp_path)
+    found = params(tmp_path)
     found.zero()
     found.backward(found.model(torch.arange(4).view(1, -1)).logits.sum() * float("inf"), last=True)
     assert not bool(found.reduce())
@@ -74,7 +74,7 @@ def test_every_rank_writes_its_part_of_the_rows():
 
 
 def test_of_a_model_without_dropout_only_that_of_its_adapter_is_in_training_mode(tmp_path):
-    masters(tmp_path)
+    params(tmp_path)
     adapted = TrainModelSpec(tmp_path, "float32", Adapter(rank=2, dropout=0.5, target_modules=("q_proj",)))
     found = Replicated(adapted, Placement(ALONE, copies=1))
     found.train()

@@ -116,8 +116,8 @@ def test_progress_without_a_terminal_is_a_line_each_phase_and_minute():
     with ProgressBars(console) as progress:
         loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
         for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
-            progress.hear({**event, "asset": "policy"})
-        progress.hear({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
+            progress.on_event({**event, "asset": "policy"})
+        progress.on_event({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
     assert console.export_text().splitlines() == [
         "policy: training",
         "policy: 1 of 300 steps, loss 0.5000, 299 s left",
@@ -144,7 +144,7 @@ def test_progress_in_a_terminal_is_one_line():
     ]
     with ProgressBars(console) as progress:
         for event in told:
-            progress.hear({**event, "asset": "policy", "time": 1.0})
+            progress.on_event({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
@@ -157,7 +157,7 @@ def test_new_phase_has_no_known_end():
     ]
     with ProgressBars(console) as progress:
         for event in told:
-            progress.hear({**event, "asset": "policy", "time": 1.0})
+            progress.on_event({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
     assert "0/?" in last and "saving" in last and "steps" not in last
 
@@ -168,7 +168,7 @@ def test_narrow_terminal_shortens_text_before_figures():
     figures = {"event": "progress", "done": 12_345, "total": 140_000, "unit": "MB", "seconds_left": 1234.0}
     with ProgressBars(console) as progress:
         for event in ({"event": "phase", "phase": "hashing /models/" + "long/" * 20}, figures):
-            progress.hear({**event, "asset": "reference_logprobs", "time": 1.0})
+            progress.on_event({**event, "asset": "reference_logprobs", "time": 1.0})
     last = written.getvalue().rpartition("reference_logprobs ")[2]
     assert all(words in last for words in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
     assert "long/" not in last
@@ -183,7 +183,7 @@ def test_control_sequences_in_text_are_escaped(is_terminal):
     console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
     console.print(Table(told, title=told))
     with ProgressBars(console) as progress:
-        progress.hear({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
+        progress.on_event({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
     shown = re.sub(r"\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])|\r", "", written.getvalue())  # styles and bars of rich
     assert "name" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 

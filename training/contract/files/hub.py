@@ -253,10 +253,10 @@ def _progress_bar(emit: Emit) -> type[tqdm]:
 
         def update(self, n: float | None = 1) -> None:
             self._done += n or 0
-            now = time.monotonic()
-            if not self._counts_bytes or now - self._reported < _REPORT_SECONDS:
+            clock = time.monotonic()
+            if not self._counts_bytes or clock - self._reported < _REPORT_SECONDS:
                 return
-            self._reported = now
+            self._reported = clock
             left = seconds_left(self._began, self._done, self.total)
             done, total = round(self._done / _MEGABYTE), round(self.total / _MEGABYTE)
             emit("progress", done=done, total=total, unit="MB", seconds_left=left)

@@ -29,7 +29,7 @@ class PairText:
     rejected: str
 
 
-def read_said(job: Job, rows: Collection[int]) -> dict[int, PairText]:
+def read_message_text(job: Job, rows: Collection[int]) -> dict[int, PairText]:
     """Return the texts of `rows` of the `raw_preferences` of the job's `tokenized_pairs`.
 
     The manifest of the pairs names the artifact, so that an edit of the data without another token does not repeat the job.

@@ -269,7 +269,7 @@ def test_loss_has_the_needs_of_its_types(text, needs):
 
 
 def test_optimizer_without_type_is_adamw():
-    """Older recipes have no `type`."""
+    """Older recipes lack `type`."""
     fields = {"learning_rate": 1e-5, "weight_decay": 0.1}
     optimizer = recipe(f"training: {{optimizer: {fields}}}").training.optimizer
     assert optimizer == AdamW(**fields)

@@ -9,7 +9,7 @@ from training.contract.identity.software import source_digest
 
 
 def test_source_digest_depends_on_bytes_and_names_of_sources_only(tmp_path: Path):
-    """Of copies of the package: compiled files do not count."""
+    """Compiled files do not count."""
     package = Path(training.__file__).parent
     copies = [shutil.copytree(package, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")) for name in "abc"]
     (copies[0] / "__pycache__").mkdir()

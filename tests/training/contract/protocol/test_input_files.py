@@ -111,7 +111,7 @@ def test_verify_of_unchanged_files_reads_none_of_them(job: Job, opened: list[str
 
 @pytest.mark.parametrize("stamps", [{}, {"tokenized_pairs": {}}], ids=["of no input", "of no file"])
 def test_verify_hashes_files_without_a_stamp(job: Job, opened: list[str], stamps: dict[str, object]) -> None:
-    """Files too young for a trusted stamp have none: a second change might leave the same stamp."""
+    """The launcher leaves out stamps of young files: a second change might leave the same stamp."""
     InputFiles(job.model_copy(update={"stamps": stamps})).verify()
     assert str(job.inputs["tokenized_pairs"].folder / PAIRS) in opened
     assert str(job.inputs["reference_model"].folder / WEIGHTS) in opened
