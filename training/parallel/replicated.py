@@ -31,7 +31,7 @@ class Replicated(TrainableParams):
     """Parameters replicated on every rank. `gradient_N` is the concatenation of all gradients."""
 
     def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
-        model = layout.place(partial(trainable.load, params=True))
+        model = layout.place(partial(trainable.load, master_weights=True))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._copied = trainable.precision != "float32"
         if self._copied:

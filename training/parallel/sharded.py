@@ -34,7 +34,7 @@ class Sharded(TrainableParams):
 
     def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
         precision = trainable.running_precision()
-        model = layout.place(partial(trainable.load, params=True), precision)
+        model = layout.place(partial(trainable.load, master_weights=True), precision)
         self._dtypes = precision.dtypes
         self._reduce_scatter = _ReduceScatter(layout.group.device)
         _sum_gradients(model, self._reduce_scatter)

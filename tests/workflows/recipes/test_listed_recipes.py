@@ -157,8 +157,8 @@ attributes:
         (ODD.replace("Be nice", r"\ud83d\ude00"), "lone-surrogate", r"defs.yaml:7: \ud83d "),
         (ODD.replace("workflows.PreferenceTuning", r'"\ud83d"'), "not-one-recipe", r"\ud83d"),
         ("[" * 1000, "nested-too-deep", "defs.yaml: "),
-        (ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}", "INVALID1", "defs.yaml: "),
-        (ODD.replace('"Be nice"', "!!binary /////w=="), "INVALID2", "defs.yaml: "),
+        (ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}", "recipe", "defs.yaml: "),
+        (ODD.replace('"Be nice"', "!!binary /////w=="), "recipe", "defs.yaml: "),
     ],
     ids=["lone surrogate", "lone surrogate as its type", "deep", "invalid time", "bytes"],
 )
@@ -178,7 +178,7 @@ def test_folder_whose_name_is_not_text_fails_alone(tmp_path: Path, monkeypatch: 
     write_recipe(tmp_path / os.fsdecode(b"caf\xe9"), ATTRIBUTES)
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
     [spare] = {extra.name for extra in extra_recipes()} - {"right"}
-    assert_fails_alone(spare, "NOTUTF8", [r"caf\xe9", "utf-8"], {"demo", "right"})
+    assert_fails_alone(spare, "undecodable-path", [r"caf\xe9", "utf-8"], {"demo", "right"})
 
 
 def test_unreadable_folder_is_reported_and_hides_no_other():
@@ -195,18 +195,20 @@ def test_unreadable_folder_is_reported_and_hides_no_other():
         assert all(found.pop(place / f"r{number}") is None for number in range(5))
         [(hidden, fault)] = found.items()
         assert hidden == private / "mine"
-        check_error(fault, "unreadable-folder", f"{hidden}: ", "Permission denied")
+        check_error(fault, "unreadable-folder", place / "x", "Permission denied")
         with pytest.raises(UsageError, match=r"private/mine: .*Permission denied.*\[unreadable-folder\]"):
             recipe_folders(str(private / "mine"))
         private.chmod(0o755)
 
 
-@pytest.mark.parametrize("name", ["loop", "n" * 300])
-def test_listed_path_with_a_system_error_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+@pytest.mark.parametrize(("name", "code"), [("loop", "unknown-recipe"), ("n" * 300, "unreadable-folder")])
+def test_listed_path_with_a_system_error_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
+):
     write_recipe(tmp_path / "recipes" / "right", ATTRIBUTES)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / name}:{tmp_path / 'recipes'}")
-    assert_fails_alone(name, "SYSERR", ["PEDIGREE_RECIPES: ", name], {"demo", "right"})
+    assert_fails_alone(name, code, ["PEDIGREE_RECIPES: ", name], {"demo", "right"})
 
 
 def test_variants_of_an_edited_file_are_the_current_ones(tmp_path: Path):
