@@ -61,16 +61,16 @@ def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         sign(context.instance, context.run, services.home)
         note_code_versions(context)
         claim_name(services.home, pipeline)
-        step = AssetContext(pipeline, services, context)
+        asset_context = AssetContext(pipeline, services, context)
         started = time.monotonic()
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
-        with ending_in_words(step), report_hashing_to(hashing), written_where_named(pipeline):
-            result = _BODIES[asset](step)
+        with ending_in_words(asset_context), report_hashing_to(hashing), written_where_named(pipeline):
+            result = _BODIES[asset](asset_context)
         return dg.MaterializeResult(
             metadata={**(result.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
             check_results=result.check_results,
             data_version=result.data_version,
-            tags=step.provenance(),
+            tags=asset_context.provenance(),
         )
 
     return materialize

@@ -39,25 +39,25 @@ def pairs_work(pipeline: Pipeline) -> JobSpec:
     return JobSpec("pairs", GRAPH["tokenized_pairs"].reads(pipeline.recipe), {"named": tokenizer_places(pipeline)})
 
 
-def raw_preferences(step: AssetContext) -> dg.MaterializeResult:
-    found = find_data(step.pipeline)
-    observed = step.history.latest("preference_source").fingerprint
+def raw_preferences(context: AssetContext) -> dg.MaterializeResult:
+    found = find_data(context.pipeline)
+    observed = context.history.latest("preference_source").fingerprint
     if observed is not None and observed != found.fingerprint:
         raise DataError(
-            f"the preference files are {short(found.fingerprint)}, but {step.pipeline.name}/preference_source recorded "
+            f"the preference files are {short(found.fingerprint)}, but {context.pipeline.name}/preference_source recorded "
             f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences, once "
             "they are written (`pedigree run` does both)",
             "preferences-changed",
         )
-    materialized = materialize(step, preferences_work(step.pipeline, found))
-    previous, services = step.history.latest("raw_preferences").fingerprint, step.services
+    materialized = materialize(context, preferences_work(context.pipeline, found))
+    previous, services = context.history.latest("raw_preferences").fingerprint, context.services
     differences = pair_changes(services.store, previous, materialized.artifact, services.hashes)
     if texts := list(differences.words() if differences else ()):
-        log_message(services, step.context.log, step.asset, "; ".join(texts))
+        log_message(services, context.dagster.log, context.asset, "; ".join(texts))
         materialized = replace(materialized, changes=[*(materialized.changes or ()), *texts])
     if names := _outdated_names(found, materialized.artifact):
         text = f"its rows keep the names of the files from their first reading: {', '.join(names[:_SHOWN_NAMES])}"
-        log_message(services, step.context.log, step.asset, text + (", ..." if names[_SHOWN_NAMES:] else ""))
+        log_message(services, context.dagster.log, context.asset, text + (", ..." if names[_SHOWN_NAMES:] else ""))
     details = materialized.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
@@ -69,7 +69,7 @@ def raw_preferences(step: AssetContext) -> dg.MaterializeResult:
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),
     }
-    return materialized.result(metadata, rows_checks(step.pipeline, materialized.artifact))
+    return materialized.result(metadata, rows_checks(context.pipeline, materialized.artifact))
 
 
 def _outdated_names(found: ResolvedData, rows: Artifact) -> list[str]:
@@ -95,31 +95,31 @@ def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]
     return [checks.quarantine(rows, pipeline.recipe.data.max_quarantined)]
 
 
-def tokenized_pairs(step: AssetContext) -> dg.MaterializeResult:
-    spec = _tokenization(step)
-    check_embeddings(step.pipeline, step.services, spec)
-    materialized = materialize(step, pairs_work(step.pipeline))
-    check_embeddings(step.pipeline, step.services, spec, materialized.artifact)
+def tokenized_pairs(context: AssetContext) -> dg.MaterializeResult:
+    spec = _tokenization(context)
+    check_embeddings(context.pipeline, context.services, spec)
+    materialized = materialize(context, pairs_work(context.pipeline))
+    check_embeddings(context.pipeline, context.services, spec, materialized.artifact)
     details = materialized.artifact.details
-    planned = step.context.job_def.asset_layer.executable_asset_keys
-    planned_assets = [asset for asset in GRAPH if step.pipeline.key(asset) in planned]
-    check_splits(step.pipeline, materialized.artifact, planned_assets)
+    planned = context.dagster.job_def.asset_layer.executable_asset_keys
+    planned_assets = [asset for asset in GRAPH if context.pipeline.key(asset) in planned]
+    check_splits(context.pipeline, materialized.artifact, planned_assets)
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
     metadata = {
         "dagster/row_count": details["counts"]["pairs"],
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
         "dropped_reasons": table(dropped, ("reason", "pairs")),
-        "lengths": step.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
+        "lengths": context.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
         "examples": rendered_pairs(details["examples"]),
     }
-    return materialized.result(metadata, pairs_checks(step.pipeline, materialized.artifact))
+    return materialized.result(metadata, pairs_checks(context.pipeline, materialized.artifact))
 
 
-def _tokenization(step: AssetContext) -> Artifact:
+def _tokenization(context: AssetContext) -> Artifact:
     """Return the latest tokenization spec, with the details of its latest derivation."""
-    latest = step.history.latest("tokenization_spec")
-    spec = None if latest.key is None else step.services.store.find("tokenization_spec", latest.key)
-    return spec or step.history.artifact("tokenization_spec")
+    latest = context.history.latest("tokenization_spec")
+    spec = None if latest.key is None else context.services.store.find("tokenization_spec", latest.key)
+    return spec or context.history.artifact("tokenization_spec")
 
 
 def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResult]:

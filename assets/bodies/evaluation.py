@@ -19,10 +19,10 @@ from training.contract.errors import StoreError
 from training.contract.store.store import Artifact
 
 
-def evaluation(step: AssetContext) -> dg.MaterializeResult:
-    settings = step.settings
-    _check_loss_of_policy(step, settings["loss"])
-    materialized = materialize(step, JobSpec("evaluation", settings))
+def evaluation(context: AssetContext) -> dg.MaterializeResult:
+    settings = context.settings
+    _check_loss_of_policy(context, settings["loss"])
+    materialized = materialize(context, JobSpec("evaluation", settings))
     artifact = materialized.artifact
     details = artifact.details
     metadata = {
@@ -31,16 +31,16 @@ def evaluation(step: AssetContext) -> dg.MaterializeResult:
         # A path to copy, because browsers block links from a server's page to a local file.
         "report": dg.MetadataValue.path(str(artifact.file("report.html"))),
         "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
-        **_tracking_links(step, artifact),
+        **_tracking_links(context, artifact),
     }
-    results = [checks.accuracy(artifact), _check_leakage(step, artifact), checks.differs(difference(artifact))]
+    results = [checks.accuracy(artifact), _check_leakage(context, artifact), checks.differs(difference(artifact))]
     return materialized.result(metadata, results)
 
 
-def _check_loss_of_policy(step: AssetContext, loss: Settings) -> None:
+def _check_loss_of_policy(context: AssetContext, loss: Settings) -> None:
     """Raise StoreError if the policy was trained with another loss: one of the two specs may be materialized alone."""
-    name = step.pipeline.name
-    trained = step.history.derivation("policy", step.history.fingerprint("policy")).settings["loss"]
+    name = context.pipeline.name
+    trained = context.history.derivation("policy", context.history.fingerprint("policy")).settings["loss"]
     if Loss.model_validate(trained) != Loss.model_validate(loss):
         differing = "; ".join(setting_changes({"loss": trained}, {"loss": loss}))
         raise StoreError(
@@ -50,11 +50,11 @@ def _check_loss_of_policy(step: AssetContext, loss: Settings) -> None:
         )
 
 
-def _check_leakage(step: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:
+def _check_leakage(context: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:
     policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
     pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
-    raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
-    return checks.leakage(find_leakage(step.services.store, [policy], rows, raw_preferences), len(rows))
+    raw_preferences = context.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
+    return checks.leakage(find_leakage(context.services.store, [policy], rows, raw_preferences), len(rows))
 
 
 def _sources_table(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
@@ -62,25 +62,25 @@ def _sources_table(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {"sources": table(rows, tuple(rows[0]))} if rows else {}
 
 
-def delivered_evaluation(step: AssetContext, policy: Artifact, evaluation: Artifact) -> str | None:
+def delivered_evaluation(context: AssetContext, policy: Artifact, evaluation: Artifact) -> str | None:
     """Log missing events, held-out metrics and the report to the policy's MLflow run, and return its id.
 
     Return None if the server refuses; a later run logs them then.
     """
-    run_id = delivered_run(step, policy)
+    run_id = delivered_run(context, policy)
     if run_id is None:
         return None
     metrics, last_step = evaluation.details["metrics"], policy.details["steps"]
-    tracker, report = step.services.tracker, evaluation.file("report.html")
+    tracker, report = context.services.tracker, evaluation.file("report.html")
     return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, last_step, report) else None
 
 
-def _tracking_links(step: AssetContext, evaluation: Artifact) -> dict[str, Any]:
+def _tracking_links(context: AssetContext, evaluation: Artifact) -> dict[str, Any]:
     """Return the link to the report in the policy's MLflow run, if the server has it."""
     policy_fingerprint = evaluation.derivation.inputs["policy"].fingerprint
-    policy = step.services.store.open("policy", policy_fingerprint, hashes=False)
-    run_id = delivered_evaluation(step, policy, evaluation)
+    policy = context.services.store.open("policy", policy_fingerprint, hashes=False)
+    run_id = delivered_evaluation(context, policy, evaluation)
     if run_id is None:
         return {}
-    link = step.services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
+    link = context.services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
     return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(link)}

@@ -21,11 +21,13 @@ from training.contract.store.store import Artifact
 _SHOWN_ROWS = 8
 
 
-def reference_model(step: AssetContext) -> dg.MaterializeResult:
-    if step.pipeline.recipe.reference.sft is None:
-        pointer = reference_pointer(step.services, step.history.artifact("base_model").fingerprint, step.context.log)
-        return replace(pointer, changes=input_changes(step)).result({"made_by": "pointer to the base model"})
-    model = materialize(step, JobSpec("sft", step.settings))
+def reference_model(context: AssetContext) -> dg.MaterializeResult:
+    if context.pipeline.recipe.reference.sft is None:
+        pointer = reference_pointer(
+            context.services, context.history.artifact("base_model").fingerprint, context.dagster.log
+        )
+        return replace(pointer, changes=input_changes(context)).result({"made_by": "pointer to the base model"})
+    model = materialize(context, JobSpec("sft", context.settings))
     return model.result({"made_by": "supervised tuning on chosen responses", **_numbers(model)})
 
 
@@ -36,26 +38,26 @@ def reference_pointer(services: Services, base_model: str, log: Logger) -> Mater
     return publish_resolved(services, pointer, log)
 
 
-def reference_logprobs(step: AssetContext) -> dg.MaterializeResult:
-    materialized = materialize(step, JobSpec("reference", step.settings))
+def reference_logprobs(context: AssetContext) -> dg.MaterializeResult:
+    materialized = materialize(context, JobSpec("reference", context.settings))
     table = materialized.artifact
     pairs_fingerprint = table.derivation.inputs["tokenized_pairs"].fingerprint
-    pairs = step.services.store.open("tokenized_pairs", pairs_fingerprint)  # the latest may come from another run
+    pairs = context.services.store.open("tokenized_pairs", pairs_fingerprint)  # the latest may come from another run
     metadata = {
         "dagster/row_count": table.details["pairs"],
-        "page": dg.MetadataValue.path(str(_write_page(step, pairs, table))),
+        "page": dg.MetadataValue.path(str(_write_page(context, pairs, table))),
         **_numbers(materialized),
         **_cache_use(materialized),
     }
     return materialized.result(metadata, [checks.coverage(table, pairs.details["counts"]["pairs"])])
 
 
-def _write_page(step: AssetContext, pairs: Artifact, table: Artifact) -> Path:
+def _write_page(context: AssetContext, pairs: Artifact, table: Artifact) -> Path:
     """Write a page with a few pairs and the log-probs of their tokens. It is not an artifact: the next one replaces it."""
-    reader = PairReader(step.services.store, pairs, table)
+    reader = PairReader(context.services.store, pairs, table)
     rows = [row for number in reader.spread(_SHOWN_ROWS) if (row := reader.read(number)) is not None]
-    page = render_page(f"{step.pipeline.name}: reference log-probs {short(table.fingerprint)}", rows)
-    return write_page(step.services.home / "pages" / f"{step.pipeline.name}-reference_logprobs.html", page)
+    page = render_page(f"{context.pipeline.name}: reference log-probs {short(table.fingerprint)}", rows)
+    return write_page(context.services.home / "pages" / f"{context.pipeline.name}-reference_logprobs.html", page)
 
 
 def _cache_use(materialized: MaterializedArtifact) -> dict[str, int]:

@@ -51,7 +51,7 @@ def released_model(context: AssetContext) -> dg.MaterializeResult:
         return _result(candidate, _release(candidate), changes)
 
     return retry_while_unavailable(
-        release, partial(log_message, context.services, context.context.log, "released_model")
+        release, partial(log_message, context.services, context.dagster.log, "released_model")
     )
 
 
@@ -128,7 +128,7 @@ def _register(candidate: Candidate) -> Version:
     _check_same_tokenizer(candidate)
     model = plain_model(context, policy)
     log_phase(
-        context.services, context.context.log, "released_model", f"storing the files of a version of {candidate.name}"
+        context.services, context.dagster.log, "released_model", f"storing the files of a version of {candidate.name}"
     )
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return candidate.registry.register(
@@ -184,7 +184,7 @@ def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version]
 
 
 def _record(candidate: Candidate, version: Version, decision: Decision) -> Version:
-    candidate.context.context.log.info(f"version {version.number} of {version.name}: {version.tags[REASONS_TAG]}")
+    candidate.context.dagster.log.info(f"version {version.number} of {version.name}: {version.tags[REASONS_TAG]}")
     return candidate.registry.tag(version, {_DECISION_TAG: "yes" if decision.promote else "no"})
 
 

@@ -17,9 +17,9 @@ from assets.views.metadata import table
 from training.contract.identity.fingerprint import short
 
 
-def preference_source(step: AssetContext) -> dg.MaterializeResult:
-    found = find_data(step.pipeline)
-    materialized = materialize_resolved(step, found)
+def preference_source(context: AssetContext) -> dg.MaterializeResult:
+    found = find_data(context.pipeline)
+    materialized = materialize_resolved(context, found)
     rows = materialized.artifact.details["rows"]
     files = [
         {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
@@ -33,10 +33,10 @@ def preference_source(step: AssetContext) -> dg.MaterializeResult:
     )
 
 
-def base_model(step: AssetContext) -> dg.MaterializeResult:
-    restore_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
-    found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
-    materialized = materialize_resolved(step, found)
+def base_model(context: AssetContext) -> dg.MaterializeResult:
+    restore_named(context.services, context.pipeline, base_model_of(context.pipeline.recipe))
+    found = find_model(context.pipeline, with_log(context.services, context.dagster.log, "base_model"))
+    materialized = materialize_resolved(context, found)
     assert found.located is not None
     commit = found.located.commit
     return materialized.result(

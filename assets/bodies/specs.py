@@ -41,44 +41,44 @@ def tokenizer_locations(pipeline: Pipeline, located: LocatedTokenizer) -> dict[s
     }
 
 
-def tokenization_spec(step: AssetContext) -> dg.MaterializeResult:
-    restore_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
-    found = find_tokenizer(step.pipeline, step.services)
-    materialized = materialize(step, tokenizer_work(step.pipeline, found), found)
+def tokenization_spec(context: AssetContext) -> dg.MaterializeResult:
+    restore_named(context.services, context.pipeline, tokenizer_of(context.pipeline.recipe))
+    found = find_tokenizer(context.pipeline, context.services)
+    materialized = materialize(context, tokenizer_work(context.pipeline, found), found)
     spec = materialized.artifact.json("spec.json")
     return materialized.result(
         {
             "spec": dg.MetadataValue.json(spec),
             "template": verbatim([spec["template"]], "jinja"),
-            "notes": _report_notes(step, materialized),
+            "notes": _report_notes(context, materialized),
         }
     )
 
 
-def release_spec(step: AssetContext) -> dg.MaterializeResult:
-    restore_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
-    found = find_release(step.pipeline, step.services)
-    materialized = materialize(step, release_work(step.pipeline, found), found)
+def release_spec(context: AssetContext) -> dg.MaterializeResult:
+    restore_named(context.services, context.pipeline, tokenizer_of(context.pipeline.recipe))
+    found = find_release(context.pipeline, context.services)
+    materialized = materialize(context, release_work(context.pipeline, found), found)
     spec = materialized.artifact.json("spec.json")
     files = {"files": dg.MetadataValue.json(sorted(materialized.artifact.manifest.files))}
-    notes = _report_notes(step, materialized)
+    notes = _report_notes(context, materialized)
     return materialized.result({"spec": dg.MetadataValue.json(spec), **files, "notes": notes})
 
 
-def _report_notes(step: AssetContext, materialized: MaterializedArtifact) -> dg.MarkdownMetadataValue:
+def _report_notes(context: AssetContext, materialized: MaterializedArtifact) -> dg.MarkdownMetadataValue:
     """Return the notes on the artifact. A running job logs them itself; for a reused artifact, log them here."""
     notes = materialized.artifact.details.get("notes", [])
     for note in notes if materialized.reused else ():
-        log_message(step.services, step.context.log, step.asset, note)
+        log_message(context.services, context.dagster.log, context.asset, note)
     return dg.MetadataValue.md("\n\n".join(notes) or "none")
 
 
-def frozen_section(step: AssetContext) -> dg.MaterializeResult:
+def frozen_section(context: AssetContext) -> dg.MaterializeResult:
     """Materialize `training_spec` or `evaluation_spec`, from the recipe and the champion or the base model's files."""
-    recipe, services = step.pipeline.recipe, step.services
-    starts_from_champion = step.asset == "training_spec" and recipe.training.start_from == "champion"
+    recipe, services = context.pipeline.recipe, context.services
+    starts_from_champion = context.asset == "training_spec" and recipe.training.start_from == "champion"
     champion = services.registry.champion(recipe.release.model_name) if starts_from_champion else None
     if champion is not None:
         restore_files(services, champion)
-    found = resolve_root(step.pipeline, services, step.asset)
-    return materialize_resolved(step, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})
+    found = resolve_root(context.pipeline, services, context.asset)
+    return materialize_resolved(context, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})

@@ -13,7 +13,7 @@ from training.contract.errors import CorruptArtifact, RegistryError, RegistryUna
 from training.contract.store.store import Artifact
 
 
-def compared(step: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version) -> PairedScores:
+def compared(context: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version) -> PairedScores:
     """Return the paired scores of a candidate's `evaluation`, made from `raw_preferences`, and the champion's evaluation.
 
     Usually pairs are matched by tokens. If too few have equal tokens, for example after a change of template, pairs are matched
@@ -22,15 +22,17 @@ def compared(step: AssetContext, evaluation: Artifact, raw_preferences: str, cha
 
     Raise RegistryError if the champion's evaluation is missing, CorruptArtifact if the candidate's data are corrupt.
     """
-    store, champions = step.services.store, _open_champions(step, champion, "evaluation")
-    scores, rows = _pair_scores(step, evaluation, store.open("raw_preferences", raw_preferences), champion, champions)
+    store, champions = context.services.store, _open_champions(context, champion, "evaluation")
+    scores, rows = _pair_scores(
+        context, evaluation, store.open("raw_preferences", raw_preferences), champion, champions
+    )
     shared = {pair: rows[pair] for pair in scores.shared}
     policies = [artifact.derivation.inputs["policy"].fingerprint for artifact in (evaluation, champions)]
     return replace(scores, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
 def _pair_scores(
-    step: AssetContext, evaluation: Artifact, raw_preferences: Artifact, champion: Version, champions: Artifact
+    context: AssetContext, evaluation: Artifact, raw_preferences: Artifact, champion: Version, champions: Artifact
 ) -> tuple[PairedScores, Mapping[str, Row]]:
     """Return the paired scores, leaked pairs included, and the candidate's rows. `champions`: the champion's evaluation."""
     rows, champion_rows = rows_by_pair(evaluation), rows_by_pair(champions)
@@ -39,7 +41,7 @@ def _pair_scores(
     if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(champion_rows)):
         return by_tokens, rows
     try:
-        champions_data = _open_champions(step, champion, "raw_preferences")
+        champions_data = _open_champions(context, champion, "raw_preferences")
     except RegistryUnavailable:
         raise
     except RegistryError:
@@ -61,12 +63,12 @@ def _score_rows(
     return PairedScores(measure, candidate, champion, prompts(rows, raw_preferences))
 
 
-def _open_champions(step: AssetContext, champion: Version, kind: str) -> Artifact:
+def _open_champions(context: AssetContext, champion: Version, kind: str) -> Artifact:
     """Return the champion's artifact of `kind`, from this store or, for an evaluation, from the version's files.
 
     Raise RegistryError if another program released the champion, or if the artifact is missing or corrupt in both places.
     """
-    store, fingerprint = step.services.store, champion.fingerprint_of(kind)
+    store, fingerprint = context.services.store, champion.fingerprint_of(kind)
     version = f"version {champion.number} of {champion.name}, the champion,"
     if fingerprint is None:
         raise RegistryError(
@@ -82,10 +84,10 @@ def _open_champions(step: AssetContext, champion: Version, kind: str) -> Artifac
             text = (
                 f"{without_code(str(error))}. It was set aside in {path}; the copy among the version's files is used."
             )
-            log_message(step.services, step.context.log, "released_model", text)
+            log_message(context.services, context.dagster.log, "released_model", text)
     try:
         with store.staging() as staging:
-            return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, fingerprint)
+            return store.adopt(context.services.registry.fetch(champion, kind, staging), kind, fingerprint)
     except RegistryUnavailable:
         raise
     except CorruptArtifact as error:

@@ -15,15 +15,15 @@ from training.contract.store.store import Artifact
 
 @dataclass(frozen=True)
 class AssetContext:
-    """An asset during its materialization. `context` belongs to Dagster."""
+    """An asset during its materialization. `dagster` is Dagster's own context."""
 
     pipeline: Pipeline
     services: Services
-    context: dg.AssetExecutionContext
+    dagster: dg.AssetExecutionContext
 
     @property
     def asset(self) -> str:
-        return str(self.context.asset_key.path[-1])
+        return str(self.dagster.asset_key.path[-1])
 
     @property
     def settings(self) -> Settings:
@@ -38,7 +38,7 @@ class AssetContext:
     def history(self) -> History:
         """The history of the asset and its ancestors. It is read once, so inputs and spec are consistent."""
         assets = with_upstream(self.pipeline.recipe, self.asset)
-        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id, assets)
+        return History(self.dagster.instance, self.pipeline, self.services.store, self.dagster.run.run_id, assets)
 
     def inputs(self) -> dict[str, str]:
         """Return the fingerprints of the asset's inputs by name, without reading the artifacts.

@@ -16,25 +16,25 @@ from training.contract.store.manifest import Derivation
 _FROM_RECIPE = ("training_spec", "evaluation_spec")  # only their settings can differ
 
 
-def resolved_changes(step: AssetContext, found: ResolvedInput) -> list[str] | None:
+def resolved_changes(context: AssetContext, found: ResolvedInput) -> list[str] | None:
     """Return how `found` differs from the latest materialization of the asset; None without one."""
-    key = step.history.latest(found.asset).key
-    return None if key is None else changes_since(step.services.store, key, found)
+    key = context.history.latest(found.asset).key
+    return None if key is None else changes_since(context.services.store, key, found)
 
 
-def input_changes(step: AssetContext) -> list[str] | None:
+def input_changes(context: AssetContext) -> list[str] | None:
     """Return why an asset differs from its latest materialization, as in `pedigree status`; None without one.
 
     If the cause of a changed input is unknown, its fingerprints are reported.
     """
-    if step.history.latest(step.asset).fingerprint is None:
+    if context.history.latest(context.asset).fingerprint is None:
         return None
-    return in_words(step.asset, _causes(step))
+    return in_words(context.asset, _causes(context))
 
 
-def _causes(step: AssetContext) -> Iterator[Cause]:
-    history, asset, recipe = step.history, step.asset, step.pipeline.recipe
-    finder, node = CauseFinder(step.services.store, _UpstreamDerivations(step), _fingerprint_change), GRAPH[asset]
+def _causes(context: AssetContext) -> Iterator[Cause]:
+    history, asset, recipe = context.history, context.asset, context.pipeline.recipe
+    finder, node = CauseFinder(context.services.store, _UpstreamDerivations(context), _fingerprint_change), GRAPH[asset]
     latest = {name: history.latest(name).fingerprint for name in node.inputs(recipe)}
     now = CurrentDerivation(node.version, node.reads(recipe), latest)
     try:
@@ -47,7 +47,7 @@ def _causes(step: AssetContext) -> Iterator[Cause]:
         return
     yield asset, problem
     for name, version in latest.items():  # without a record, Dagster still knows the inputs' versions
-        old = history.latest(asset).input_version(step.pipeline.key(name))
+        old = history.latest(asset).input_version(context.pipeline.key(name))
         if old is not None and old != version:
             yield from finder.since(name, old, version) or [(asset, _fingerprint_change(name, old, version))]
 
@@ -60,11 +60,11 @@ def _fingerprint_change(name: str, old: str, now: str | None) -> str:
 class _UpstreamDerivations:
     """Derivations of the assets upstream of a step."""
 
-    step: AssetContext
+    context: AssetContext
 
     def __call__(self, asset: str, fingerprint: str | None) -> CurrentDerivation | None:
         """Return the derivation of an artifact; None for an asset not upstream of the step. Raise StoreError."""
-        history = self.step.history
+        history = self.context.history
         if fingerprint is None or asset not in history.assets:
             return None
         derivation = history.derivation(asset, fingerprint)
@@ -80,8 +80,8 @@ class _UpstreamDerivations:
         """Return the source or spec of `derivation` if it has not changed since; else None."""
         if derivation.kind in _FROM_RECIPE:
             return ResolvedInput(derivation, None, {})
-        services = self.step.services
+        services = self.context.services
         with suppress(PedigreeError, OSError):
-            root = resolve_root(self.step.pipeline, services, derivation.kind, services.hashes)
+            root = resolve_root(self.context.pipeline, services, derivation.kind, services.hashes)
             return root if root.derivation.key == derivation.key else None
         return None

@@ -55,16 +55,16 @@ def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def ending_in_words(step: AssetContext) -> Iterator[None]:
-    """Make an interruption of `step` end its run with a message. An interrupted command cancels its run."""
+def ending_in_words(context: AssetContext) -> Iterator[None]:
+    """Make an interruption of `context` end its run with a message. An interrupted command cancels its run."""
     try:
         yield
     except INTERRUPTS as interruption:
         without_stack_traces()
-        message = str(interruption) or _KEPT.format(f"`pedigree run {step.pipeline.argument}`")
-        step.context.log.warning(f"{step.asset}: {message}")
-        if step.services.is_command:
-            cancel(step.context.instance, step.context.run.run_id)
+        message = str(interruption) or _KEPT.format(f"`pedigree run {context.pipeline.argument}`")
+        context.dagster.log.warning(f"{context.asset}: {message}")
+        if context.services.is_command:
+            cancel(context.dagster.instance, context.dagster.run.run_id)
         raise type(interruption)(message) from None
 
 

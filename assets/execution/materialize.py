@@ -63,18 +63,20 @@ class JobSpec:
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
 
 
-def materialize(step: AssetContext, work: JobSpec, found: ResolvedInput | None = None) -> MaterializedArtifact:
+def materialize(context: AssetContext, work: JobSpec, found: ResolvedInput | None = None) -> MaterializedArtifact:
     """Return the artifact of an asset: from the store if its derivation is known, else from a job.
 
     `found`: the resolved input of a spec, whose changes are reported. For other assets, changes of their inputs are reported.
     """
-    materialized = make(step.pipeline, step.services, step.asset, work, step.inputs(), step.context.log)
-    return replace(materialized, changes=input_changes(step) if found is None else resolved_changes(step, found))
+    materialized = make(context.pipeline, context.services, context.asset, work, context.inputs(), context.dagster.log)
+    return replace(materialized, changes=input_changes(context) if found is None else resolved_changes(context, found))
 
 
-def materialize_resolved(step: AssetContext, found: ResolvedInput) -> MaterializedArtifact:
+def materialize_resolved(context: AssetContext, found: ResolvedInput) -> MaterializedArtifact:
     """Return the artifact of a source or a spec without a job."""
-    return replace(publish_resolved(step.services, found, step.context.log), changes=resolved_changes(step, found))
+    return replace(
+        publish_resolved(context.services, found, context.dagster.log), changes=resolved_changes(context, found)
+    )
 
 
 def make(

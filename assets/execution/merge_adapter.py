@@ -21,10 +21,10 @@ def base_of(policy: Artifact, store: Store) -> Artifact | None:
     return store.open("reference_model", policy.manifest.made_from.inputs["reference_model"].fingerprint)
 
 
-def plain_model(step: AssetContext, policy: Artifact) -> Artifact:
+def plain_model(context: AssetContext, policy: Artifact) -> Artifact:
     """Return `policy`, or the merged model if it is an adapter."""
-    base = base_of(policy, step.services.store)
+    base = base_of(policy, context.services.store)
     if base is None:
         return policy
     inputs = {"policy": policy.fingerprint, "reference_model": base.fingerprint}
-    return make(step.pipeline, step.services, MERGED, JobSpec("merge", {}), inputs, step.context.log).artifact
+    return make(context.pipeline, context.services, MERGED, JobSpec("merge", {}), inputs, context.dagster.log).artifact
