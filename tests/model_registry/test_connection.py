@@ -80,7 +80,7 @@ def _serve(listener: socket.socket, answers: tuple[bytes | None, ...]) -> None:
 
 @pytest.mark.parametrize("answer", [UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500"), FAULT])
 def test_registry_server_error_raises_unavailable_with_advice(away, tmp_path: Path, answer: bytes):
-    """MLflow's own seven retries with doubling pauses take four minutes; the test's limit is shorter."""
+    """MLflow's seven retries with doubling pauses take four minutes; the time in the error is far below."""
     uri = away(answer)
     with pytest.raises(RegistryError, match=r"\[registry-unavailable\]") as raised:
         Registry(uri, tmp_path).find_version("demo", {"a": "b"})

@@ -1,4 +1,4 @@
-"""A released version behind real servers, asked by OpenAI's own client, in the terminal, and by `mlflow models serve`."""
+"""A released version behind real servers, used through OpenAI's client, the terminal, and `mlflow models serve`."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from workflows.servers.web_servers import free_port
 pytestmark = pytest.mark.system
 QUESTION: Any = [{"role": "user", "content": "tell me"}]
 TOKENS = 12
-# What plain transformers answers greedily, from the policy's own folder.
+# The greedy answer of plain transformers, from the policy's folder.
 ANSWER = f"""
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,7 +41,7 @@ sys.stdout.buffer.write(words.decode(made, skip_special_tokens=True).encode())
 
 @dataclass(frozen=True)
 class Released:
-    """A home in which `demo` has a champion with random weights, and what that answers greedily."""
+    """A home with a champion of `demo` with random weights, and its greedy answer."""
 
     home: Home
     uri: str
@@ -50,7 +50,7 @@ class Released:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path, policy: Path) -> Released:
-    """Its folder has an `@`, which in the name of a model would begin a revision."""
+    """The folder's name has an `@`: in the name of a model it would begin a revision."""
     home = tmp_path_factory.mktemp("me@home")
     (home / "mlflow").mkdir()
     shutil.copy(migrated_database, home / "mlflow" / "mlflow.db")
@@ -58,7 +58,7 @@ def released(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path, 
     with Tracker(uri, home / "mlflow" / "artifacts").run(experiment="e", key="a", name="a", params={}, tags={}) as run:
         pass
     registry = Registry(uri, home / "downloads")
-    for name, tokenizer in (("demo", policy), ("untold", without_template(policy, home / "untold"))):
+    for name, tokenizer in (("demo", policy), ("untemplated", without_template(policy, home / "untemplated"))):
         version = registry.register(
             name, policy, run.run_id, identity={"pedigree.policy": name}, tags={}, tokenizer=tokenizer
         )
@@ -76,7 +76,7 @@ def without_template(policy: Path, target: Path) -> Path:
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server as a shell starts it in the background; SIGTERM ends it at the end."""
+    """Start a server as a shell does in the background. End it with SIGTERM."""
     with open(log, "wb") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
@@ -86,9 +86,9 @@ def running(command: list[str], environment: dict[str, str], log: Path) -> Itera
         process.wait(60)
 
 
-def wait_for(process: "subprocess.Popen[bytes]", log: Path, words: str) -> "re.Match[str]":
+def wait_for(process: "subprocess.Popen[bytes]", log: Path, pattern: str) -> "re.Match[str]":
     deadline = time.monotonic() + 300
-    while not (found := re.search(words, log.read_text())):
+    while not (found := re.search(pattern, log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     return found
@@ -96,18 +96,18 @@ def wait_for(process: "subprocess.Popen[bytes]", log: Path, words: str) -> "re.M
 
 @pytest.fixture(scope="module")
 def address(released: Released, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of `pedigree serve demo`, which leaves none of its processes behind."""
+    """The address of `pedigree serve demo`. At the end, all its processes must have ended."""
     log = tmp_path_factory.mktemp("serve") / "serve.log"
     command = [PEDIGREE, "serve", "demo", "--port", str(free_port(0))]
     with running(command, released.home.environment, log) as process:
         yield wait_for(process, log, r"demo, version 1: (\S+)/chat/completions")[1]
-        said = (released.home.path / "serve" / "transformers.log").read_text()
-        ports = re.findall(r"running on http://127\.0\.0\.1:(\d+)", said)
+        server_log = (released.home.path / "serve" / "transformers.log").read_text()
+        ports = re.findall(r"running on http://127\.0\.0\.1:(\d+)", server_log)
     assert process.returncode == 0
     assert ports
-    for left in (command[-1], *ports):
+    for port in (command[-1], *ports):
         with pytest.raises(urllib.error.URLError, match="refused"):
-            urllib.request.urlopen(f"http://127.0.0.1:{left}/health", timeout=5)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def ask(client: openai.OpenAI, **settings: Any) -> Any:
     return client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=TOKENS, **settings)
 
 
-def test_the_model_is_listed_by_its_name(client: openai.OpenAI):
+def test_serve_lists_the_model_by_its_name(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == ["demo"]
 
 
 @pytest.mark.parametrize("greedy", [{}, {"temperature": 0}])
-def test_without_a_temperature_the_answer_is_that_of_plain_transformers(
+def test_serve_without_temperature_answers_like_plain_transformers(
     client: openai.OpenAI, released: Released, greedy: dict[str, int]
 ):
     answer = ask(client, **greedy)
@@ -132,14 +132,14 @@ def test_without_a_temperature_the_answer_is_that_of_plain_transformers(
     assert answer.choices[0].message.content == released.answer
 
 
-def test_a_temperature_samples(client: openai.OpenAI):
-    """The weights are random, so two answers of twelve tokens are hardly ever the same."""
-    told = {ask(client, temperature=1.0).choices[0].message.content for _ in range(3)}
-    assert len(told) == 3
+def test_serve_with_temperature_samples(client: openai.OpenAI):
+    """With random weights, two answers of twelve tokens hardly ever agree."""
+    answers = {ask(client, temperature=1.0).choices[0].message.content for _ in range(3)}
+    assert len(answers) == 3
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_an_answer_streams(client: openai.OpenAI, released: Released, temperature: float):
+def test_serve_streams_an_answer(client: openai.OpenAI, released: Released, temperature: float):
     parts = list(ask(client, temperature=temperature, stream=True))
     assert {part.model for part in parts} == {"demo"}
     assert len(parts) > 2 and parts[-1].choices[0].finish_reason in ("length", "stop")
@@ -147,55 +147,59 @@ def test_an_answer_streams(client: openai.OpenAI, released: Released, temperatur
         assert "".join(part.choices[0].delta.content or "" for part in parts) == released.answer
 
 
-def test_a_refusal_is_one_for_openais_client(client: openai.OpenAI):
-    with pytest.raises(openai.NotFoundError, match="this server has 'demo' alone"):
+def test_serve_refusals_are_errors_of_openais_client(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match=r"'another'.*'demo'"):
         client.chat.completions.create(model="another", messages=QUESTION)
     with pytest.raises(openai.UnprocessableEntityError, match=r"Unexpected fields in the request: .'top_k'."):
         ask(client, extra_body={"top_k": 3})
 
 
-def test_a_web_page_cannot_have_its_own_name_lead_to_the_model(address: str):
+def test_serve_request_for_another_host_is_refused(address: str):
     request = urllib.request.Request(f"{address}/models", headers={"Host": "page.example"})
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(request, timeout=30)
 
 
-def test_a_chat_in_the_terminal_answers_each_line_and_remembers(released: Released):
-    """The second question is the first, so an answer without memory would be the same."""
+def test_chat_answers_each_line_and_remembers(released: Released):
+    """Both questions are the same, so without memory both answers would be."""
     command = [PEDIGREE, "chat", "demo@champion", "--max-tokens", str(TOKENS)]
-    asked = f"{QUESTION[0]['content']}\n\n" * 2
+    questions = f"{QUESTION[0]['content']}\n\n" * 2
     environment = released.home.environment
-    done = subprocess.run(command, env=environment, input=asked.encode(), capture_output=True, check=False, timeout=500)
+    done = subprocess.run(
+        command, env=environment, input=questions.encode(), capture_output=True, check=False, timeout=500
+    )
     assert done.returncode == 0, done.stderr.decode()
-    told = done.stdout.decode()
-    assert told.startswith(f"{released.answer}\n") and told.endswith("\n")
-    assert told != f"{released.answer}\n" * 2
+    output = done.stdout.decode()
+    assert output.startswith(f"{released.answer}\n") and output.endswith("\n")
+    assert output != f"{released.answer}\n" * 2
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "words"),
+    ("model", "exit_code", "values"),
     [
-        ("nobody", 2, "no model nobody is registered"),
-        ("demo@best", 1, "no version of demo has the alias best"),
-        ("untold", 1, "version 1 of untold has no chat template in"),
+        ("nobody", 2, ("nobody", "[unknown-model]")),
+        ("demo@best", 1, ("demo", "best", "[unknown-alias]")),
+        ("untemplated", 1, ("version 1 of untemplated", "[missing-chat-template]")),
     ],
 )
-def test_what_cannot_be_served_is_named(released: Released, model: str, code: int, words: str):
+def test_serve_unusable_model_fails_with_its_name(
+    released: Released, model: str, exit_code: int, values: tuple[str, ...]
+):
     done = released.home.invoke("serve", model)
-    assert (done.exit_code, words in done.output) == (code, True), done.output
+    assert done.exit_code == exit_code and all(value in done.output for value in values), done.output
 
 
-def test_a_version_without_a_tokenizer_is_named(released: Released, tmp_path: Path):
+def test_serve_version_without_tokenizer_fails_with_its_name(released: Released, tmp_path: Path):
     home = Home(Path(shutil.copytree(released.home.path, tmp_path / "home")))
-    source = Registry(released.uri, tmp_path / "downloads").version_at("models:/untold/1").source
+    source = Registry(released.uri, tmp_path / "downloads").version_at("models:/untemplated/1").source
     folder = home.path / local_path(source).relative_to(released.home.path)
     for file in (folder / "model").glob("tokenizer*"):
         file.unlink()
-    done = home.invoke("serve", "untold/1")
-    assert done.exit_code == 1 and "version 1 of untold has no tokenizer in" in done.output
+    done = home.invoke("serve", "untemplated/1")
+    assert done.exit_code == 1 and "version 1 of untemplated" in done.output and "[missing-tokenizer]" in done.output
 
 
-def test_mlflow_serves_it_greedily_and_gives_one_object(released: Released, tmp_path: Path):
+def test_mlflow_serve_is_greedy_and_returns_one_object(released: Released, tmp_path: Path):
     port, log = free_port(0), tmp_path / "mlflow.log"
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/demo@champion"]
     command += ["--env-manager", "local", "--port", str(port)]
@@ -212,9 +216,9 @@ def test_mlflow_serves_it_greedily_and_gives_one_object(released: Released, tmp_
         assert len(sampled) == 3
         with pytest.raises(urllib.error.HTTPError) as refused:
             invoke(port, {"messages": QUESTION, "stream": True})
-        told = json.loads(refused.value.read())
-        assert refused.value.code == 400 and "leave stream out, or use `pedigree serve`" in told["message"]
-        assert "stack_trace" not in told
+        response = json.loads(refused.value.read())
+        assert refused.value.code == 400 and "`stream` is True" in response["message"]
+        assert "stack_trace" not in response
         example = next(released.home.path.rglob("serving_input_example.json"))
         assert invoke(port, json.loads(example.read_text()))["object"] == "chat.completion"
 
