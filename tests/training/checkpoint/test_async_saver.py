@@ -1,4 +1,4 @@
-"""What a rank does to a checkpoint's folder, and in which order: as soon as all seals are there, rank 0 renames it."""
+"""The order of a rank's operations on a checkpoint's folder. Rank 0 renames the folder as soon as all seals exist."""
 
 import json
 import os
@@ -23,15 +23,15 @@ WATCHED: set[str] = set()
 
 
 def note(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook, which Python never takes away again: it notes who opens or renames what lies in a watched folder."""
+    """Record opens and renames in watched folders. This is an audit hook, and Python never removes these."""
     if WATCHED and event in ("open", "os.rename"):
         path = str(arguments[1] if event == "os.rename" else arguments[0])
         if any(path == folder or path.startswith(f"{folder}/") for folder in WATCHED):
             TOUCHED.append((event, path))
 
 
-def test_a_seal_is_the_last_touch_of_the_folder(tmp_path: Path):
-    """Opening the folder once more, to sync it, fails where rank 0 was quick."""
+def test_seal_renames_its_file_last(tmp_path: Path):
+    """Opening the folder afterwards, to sync it, would fail if rank 0 has renamed it."""
     file = tmp_path / "rank-00001.safetensors"
     file.write_bytes(b"pieces")
     sys.addaudithook(note)
@@ -42,12 +42,12 @@ def test_a_seal_is_the_last_touch_of_the_folder(tmp_path: Path):
         WATCHED.clear()
     seal = file.with_suffix(".json")
     assert TOUCHED[-1] == ("os.rename", str(seal))
-    assert ("open", str(tmp_path)) in TOUCHED  # the folder was synced, before
+    assert ("open", str(tmp_path)) in TOUCHED  # the folder was synced before
     assert json.loads(seal.read_text()) == {"bytes": 6, "sha256": hash_files([file])[0]}
 
 
-def test_whatever_a_save_renames_is_on_the_disk_before_and_its_name_after(tmp_path: Path):
-    """By the order of calls in its thread. Across a power cut only what was synced counts."""
+def test_save_syncs_before_and_after_each_rename(tmp_path: Path):
+    """Only synced data survives a power cut. The test records the order of calls in the saver's thread."""
     called: list[str] = []
 
     def note_call(frame: FrameType, event: str, function: Any) -> None:
@@ -66,10 +66,8 @@ def test_whatever_a_save_renames_is_on_the_disk_before_and_its_name_after(tmp_pa
     assert called == pieces_and_folder_then_seal + manifest_then_its_name + ["rename", "fsync"]
 
 
-def test_what_is_due_with_the_last_step_is_saved_however_long_the_save_before_takes(
-    tiny_world: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """That of step 2 is not done before step 6, the last one, is told; that of step 4 is put off."""
+def test_trainer_with_slow_save_still_saves_the_last_step(tiny_world: Any, monkeypatch: pytest.MonkeyPatch):
+    """The save of step 2 ends after the event of step 6, the last one. So the save of step 4 is postponed."""
     job = tiny_world.job("policy", settings(max_steps=6), checkpoint_every=2, keep_checkpoints=9)
 
     def slow(file: Path) -> None:

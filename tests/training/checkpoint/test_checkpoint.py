@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not used, the last k, restored to the last bit; against safetensors and plain files."""
+"""Checkpoints are intact or not used, the last k are kept, and they restore all bits; against safetensors and plain files."""
 
 import errno
 import hashlib
@@ -33,7 +33,7 @@ SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
 @dataclass
 class Toy:
-    """Three parameters and AdamW, of which rank `copy` of `copies` holds all rows, or only `rows` of each."""
+    """Three parameters and AdamW. Rank `copy` of `copies` holds all rows, or its shard of them if `sharded`."""
 
     fill: float = 0.0
     copy: int = 0
@@ -96,13 +96,13 @@ def place(folder: Path, step: int) -> Path:
     return next(folder.glob(f"*/step-{step:08d}"))
 
 
-def test_what_was_saved_comes_back(tmp_path: Path):
+def test_read_returns_the_saved_step_and_facts(tmp_path: Path):
     found = resumed(saved(tmp_path, 5))
     assert (found.step, found.facts) == (5, {"steps": 5, "series": {"loss": [0.5]}})
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
-def test_who_goes_on_may_be_another_user_where_the_umask_says_so(tmp_path: Path, mask: int, mode: int):
+def test_commit_sets_file_modes_by_umask(tmp_path: Path, mask: int, mode: int):
     before = os.umask(mask)
     try:
         saved(tmp_path, 5)
@@ -112,17 +112,17 @@ def test_who_goes_on_may_be_another_user_where_the_umask_says_so(tmp_path: Path,
     assert modes == {"rank-00000.safetensors": mode, "manifest.json": mode}
 
 
-def test_without_any_there_is_none(tmp_path: Path):
+def test_last_whole_without_checkpoints_is_none(tmp_path: Path):
     assert Checkpoints(tmp_path / "none", JOB).last_whole(ALONE, pytest.fail) is None
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [100]), (2, [30, 100]), (3, [20, 30, 100])])
-def test_the_last_ones_are_kept(tmp_path: Path, keep: int, left: list[int]):
+def test_commit_keeps_the_last_checkpoints(tmp_path: Path, keep: int, left: list[int]):
     saved(tmp_path, 10, 20, 100, 30, keep=keep)
     assert sorted(int(p.name.removeprefix("step-")) for p in tmp_path.glob("*/*")) == left
 
 
-def test_the_manifest_has_size_and_sha256_of_every_file(tmp_path: Path):
+def test_manifest_has_size_and_sha256_of_every_file(tmp_path: Path):
     saved(tmp_path, 5)
     folder = place(tmp_path, 5)
     files = json.loads((folder / "manifest.json").read_text())["files"]
@@ -143,8 +143,8 @@ WAYS = {"two copies": (2, False), "three copies": (3, False), "two shards": (2, 
 
 @pytest.mark.parametrize("written", WAYS)
 @pytest.mark.parametrize("read", WAYS)
-def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: str, read: str):
-    """Tensors of 5, 4 and 1 rows: some ranks of three have no row at all. Files need not be in the order of their rows."""
+def test_restore_on_another_number_of_ranks_gives_the_same_state(tmp_path: Path, written: str, read: str):
+    """Tensors have 5, 4 and 1 rows, so some of three ranks have zero rows. The files may be in any order."""
     (writers, cut), (readers, cut_again) = WAYS[written], WAYS[read]
     files = [tmp_path / f"{rank}" for rank in range(writers)]
     for rank, file in enumerate(files):
@@ -156,7 +156,7 @@ def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_write_each_number_once(tmp_path: Path, way: str):
+def test_write_pieces_on_several_ranks_writes_each_number_once(tmp_path: Path, way: str):
     ranks, cut = WAYS[way]
     for rank in range(ranks):
         write_pieces(Toy(5.0, rank, ranks, cut).state.pieces(rank == 0), tmp_path / f"{rank}")
@@ -164,13 +164,13 @@ def test_ranks_write_each_number_once(tmp_path: Path, way: str):
     assert written == 3 * (5 * 3 + 4 + 2) + 3, "weights and two moments of three parameters, and a count of each"
 
 
-def test_a_missing_row_is_noticed(tmp_path: Path):
+def test_read_of_missing_rows_or_tensor_raises(tmp_path: Path):
     write_pieces([piece_of("weights/b", torch.ones(2), LocalRows(2, 2, 4, 0, 1))], tmp_path / "half")
     reader = TensorSliceReader([tmp_path / "half"])
     assert reader.read("weights/b", 2, 2).tolist() == [1, 1]
-    with pytest.raises(CorruptArtifact, match=r"of the rows 1 to 4 of weights/b the files hold 2"):
+    with pytest.raises(CorruptArtifact, match=r" 2 of the 3 rows 1 to 4 of weights/b \[missing-rows\]"):
         reader.read("weights/b", 1, 3)
-    with pytest.raises(CorruptArtifact, match="no file holds a piece of weights/c"):
+    with pytest.raises(CorruptArtifact, match=r"weights/b.* weights/c \[missing-tensor\]"):
         reader.read("weights/c")
 
 
@@ -180,19 +180,19 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_one_flipped_bit_and_the_one_before_is_taken(tmp_path: Path):
+def test_last_whole_with_flipped_bit_takes_the_previous(tmp_path: Path):
     checkpoints = saved(tmp_path, 5, 10)
     file = place(tmp_path, 10) / "rank-00000.safetensors"
     flip_a_bit(file)
-    assert load_file(file), "safetensors itself notices nothing"
+    assert load_file(file), "safetensors does not notice"
     notes: list[str] = []
     assert resumed(checkpoints, notes).step == 5
-    assert len(notes) == 1 and "step 10 is not used" in notes[0] and file.name in notes[0]
+    assert len(notes) == 1 and "step 10 " in notes[0] and file.name in notes[0]
     assert next(tmp_path.glob("*/step-00000010.corrupt")).is_dir()
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "empty manifest", "truncated", "missing"])
-def test_half_a_checkpoint_is_not_used(tmp_path: Path, damage: str):
+def test_last_whole_with_incomplete_checkpoint_takes_the_previous(tmp_path: Path, damage: str):
     checkpoints = saved(tmp_path, 5, 10)
     folder = place(tmp_path, 10)
     match damage:
@@ -208,7 +208,7 @@ def test_half_a_checkpoint_is_not_used(tmp_path: Path, damage: str):
     assert resumed(checkpoints, notes).step == 5 and len(notes) == 1
 
 
-def test_what_takes_the_place_of_a_corrupt_one_may_be_corrupt_too(tmp_path: Path):
+def test_last_whole_sets_a_step_aside_twice(tmp_path: Path):
     checkpoints = saved(tmp_path, 5, 10)
     for _ in range(2):
         flip_a_bit(place(tmp_path, 10) / "rank-00000.safetensors")
@@ -217,26 +217,26 @@ def test_what_takes_the_place_of_a_corrupt_one_may_be_corrupt_too(tmp_path: Path
     assert resumed(checkpoints).step == 10
 
 
-def test_a_step_that_was_saved_may_be_saved_again(tmp_path: Path):
-    """As the last one is, by a run that is asked to stop after it has saved it."""
+def test_commit_of_the_same_step_twice_replaces_it(tmp_path: Path):
+    """A run that is stopped after its last save could save that step again."""
     assert resumed(saved(tmp_path, 5, 10, 10)).step == 10
 
 
-def test_all_corrupt_is_none(tmp_path: Path):
+def test_last_whole_with_only_corrupt_checkpoints_is_none(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
     flip_a_bit(place(tmp_path, 5) / "rank-00000.safetensors")
     assert checkpoints.last_whole(ALONE, lambda text: None) is None
     assert resumed(saved(tmp_path, 5)).step == 5
 
 
-def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
+def test_last_whole_ignores_checkpoints_of_another_derivation(tmp_path: Path):
     saved(tmp_path, 5)
     other = JOB.model_copy(update={"settings": {"beta": 0.2}})
     assert Checkpoints(tmp_path, other).last_whole(ALONE, pytest.fail) is None
 
 
-def test_the_state_may_change_once_saving_began(tmp_path: Path):
-    """The pieces are out of the hands of the training when `start` returns, whatever the thread has still to do."""
+def test_start_takes_a_snapshot_of_state_and_facts(tmp_path: Path):
+    """The training may change both after `start`, while the thread still works."""
     checkpoints, toy, facts = Checkpoints(tmp_path, JOB), Toy(5), {"series": [1]}
     saver = AsyncSaver(checkpoints, ALONE)
     saver.start(5, toy.state, facts)
@@ -248,40 +248,37 @@ def test_the_state_may_change_once_saving_began(tmp_path: Path):
     assert resumed(checkpoints).facts == {"series": [1]}
 
 
-def test_what_an_interrupted_save_left_is_gone(tmp_path: Path):
+def test_last_whole_removes_partial_checkpoints(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
     (checkpoints.partial(10) / "rank-00001.json").write_text("{}")
     assert resumed(checkpoints).step == 5
     assert [p.name for p in tmp_path.glob("*/*")] == ["step-00000005"]
 
 
-def test_a_folder_that_takes_nothing_is_an_error_with_the_free_bytes(tmp_path: Path):
+def test_save_into_unwritable_folder_raises_with_free_bytes(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     saver = AsyncSaver(Checkpoints(tmp_path / "file", JOB), ALONE)
     saver.start(5, Toy().state, {})
-    with pytest.raises(StoreError, match=r"rank 0 cannot save the checkpoint of step 5 in .* bytes free\)"):
+    with pytest.raises(StoreError, match=r"rank 0 .* step 5 in .* bytes free\).*\[checkpoint-not-saved\]"):
         saver.finish()
 
 
 @pytest.fixture
 def room() -> Iterator[Any]:
-    """Have the operating system refuse to let a file grow beyond so many bytes, as it does on a full disk."""
+    """Return a function that limits the size of files, which acts like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(("size", "series"), [(0, []), (1, []), (100, []), (1000, []), (4000, ["x" * 5000])])
-def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int, series: list[str]):
-    """A file of weights of some 1,400 bytes, then the manifest with `series`: `size` is too small for one of them.
-
-    The checkpoint before stays what it was.
-    """
+def test_save_on_full_disk_raises_and_keeps_the_previous(tmp_path: Path, room: Any, size: int, series: list[str]):
+    """`size` is too small for the file of weights (about 1,400 bytes), or for the manifest with `series`."""
     checkpoints = saved(tmp_path, 5)
     saver = AsyncSaver(checkpoints, ALONE)
     room(size)
     saver.start(10, Toy(10).state, {"series": series})
-    with pytest.raises(StoreError, match=r"step 10.*File too large.*make room and run again"):
+    with pytest.raises(StoreError, match=r"step 10.*File too large.*\[checkpoint-not-saved\]"):
         saver.finish()
     room(resource.RLIM_INFINITY)
     assert resumed(checkpoints).step == 5
@@ -291,19 +288,19 @@ LATE = {"as it is sealed": "rank-00001.unsealed", "at the manifest": ".manifest.
 
 
 def refuse_late(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook of a rank's process: the disk is full for one file of each of two saves."""
+    """Act like a full disk for one file of each of two saves. This is an audit hook of a rank's process."""
     if event == "open" and any(when in str(arguments[0]) and name in str(arguments[0]) for when, name in LATE.items()):
-        time.sleep(1)  # as a disk takes, or a hash: meanwhile the training goes on
+        time.sleep(1)  # like a slow disk or a long hash, during the training
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_path: Path):
-    """Rank 1 as it writes its file, or later, in the thread that seals it; rank 0 at the very end, for the manifest."""
+def test_save_with_full_disk_on_one_rank_raises_on_all(tmp_path: Path):
+    """Rank 1 fails when it writes or seals its file, rank 0 at the manifest. No rank waits forever."""
     checkpoints = [saved(tmp_path / when, 5) for when in ("at once", *LATE)]
 
     def save(group: Group) -> list[str]:
         sys.addaudithook(refuse_late)
-        most, told = resource.getrlimit(resource.RLIMIT_FSIZE)[1], []
+        most, errors = resource.getrlimit(resource.RLIMIT_FSIZE)[1], []
         for when in ("at once", *LATE):
             saver = AsyncSaver(Checkpoints(tmp_path / when, JOB), group)
             if group.rank == 1 and when == "at once":
@@ -313,18 +310,17 @@ def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_pat
             try:
                 saver.finish()
             except StoreError as error:
-                told.append(str(error))
-        return told
+                errors.append(str(error))
+        return errors
 
-    accounts = on_two_ranks(tmp_path, save)
-    assert accounts[0] == accounts[1]
-    for account, before, rank in zip(accounts[0], checkpoints, (1, 1, 0), strict=True):
-        assert account.startswith(f"rank {rank} cannot save the checkpoint of step 10") and "; rank" not in account
-        assert resumed(before).step == 5
+    errors_by_rank = on_two_ranks(tmp_path, save)
+    assert errors_by_rank[0] == errors_by_rank[1]
+    for error, previous, rank in zip(errors_by_rank[0], checkpoints, (1, 1, 0), strict=True):
+        assert error.startswith(f"rank {rank} ") and "step 10" in error and "; rank" not in error
+        assert resumed(previous).step == 5
 
 
-def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
-    """Two steps, state through `optimizer_tensors`, two more: the same bits as four steps."""
+def test_optimizer_restored_after_two_steps_gives_the_bits_of_four():
     straight, first, second = ({"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))} for _ in "123")
     settings = AdamW(learning_rate=0.1, weight_decay=0.1)
     optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
@@ -348,7 +344,7 @@ def gradient(step: int) -> float:
     return (-1) ** step * 0.3 + step * 0.07
 
 
-def test_the_state_of_an_optimizer_is_named_after_its_parameters():
+def test_optimizer_tensors_are_named_after_parameters():
     parameters = {"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))}
     optimizer = build_optimizer(AdamW(), parameters, {})
     take(optimizer, parameters, range(1))
@@ -357,8 +353,8 @@ def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     assert optimizer.tensors()["exp_avg/b"] == pytest.approx(torch.full((3,), 0.03))
 
 
-def test_a_parameter_without_dimensions_comes_back(tmp_path: Path):
-    """One number, which rank 0 writes and nobody holds rows of; so has its optimizer's state no rows."""
+def test_restore_of_parameter_without_dimensions_gives_the_same(tmp_path: Path):
+    """Rank 0 writes such a number and its optimizer state, because they do not have rows."""
 
     def state(value: float) -> TrainingState:
         parameters = {"scale": Parameter(torch.tensor(value))}

@@ -1,6 +1,6 @@
-"""What must not matter: the order of pairs within a batch, and how many ranks there are (and micro-batches: test_policy.py).
+"""Training does not depend on the order of pairs within a batch, or on the number of ranks (micro-batches: test_policy.py).
 
-Losses and weights are compared over an epoch or more, so that an error of one step would grow in the next ones.
+The tests compare losses and weights over an epoch or more, so that an error of one step grows in the next ones.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ ONE_EPOCH = {"max_steps": TRAIN // BATCH, "batch_size": BATCH, "seed": SEED}
 
 
 def of_one_length(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompts of 2 tokens and responses of 4: among equals nothing but the order of the data decides who stands where."""
+    """Give all prompts 2 tokens and all responses 4, so that only the order of the data places a pair in its batch."""
     random = np.random.default_rng(1)
     for example in examples:
         example["prompt_length"], prompt = 2, random.integers(64, size=2).tolist()
@@ -29,7 +29,7 @@ def of_one_length(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shuffled_within_batches(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Other pairs at the places of a batch's pairs, but for whole the same ones."""
+    """Reorder the pairs within each batch of the epoch. The batches keep their pairs."""
     random, arranged = np.random.default_rng(2), of_one_length(examples)
     taken = list(arranged)
     for places in np.split(epoch_order(TRAIN, SEED, 0), TRAIN // BATCH):
@@ -43,22 +43,25 @@ def world(folder: Path, arrange: Any) -> TinyWorld:
 
 
 @pytest.mark.parametrize("micro_tokens", [20, 100_000])
-def test_the_order_of_pairs_within_a_batch_changes_nothing(tmp_path: Path, micro_tokens: int):
-    """In micro-batches of two pairs of 10 tokens, and in one."""
-    given, other = world(tmp_path / "given", of_one_length), world(tmp_path / "other", shuffled_within_batches)
-    batches = [[w.examples[i]["row"] for i in epoch_order(TRAIN, SEED, 0)[:BATCH]] for w in (given, other)]
+def test_policy_with_reordered_batches_has_the_same_losses(tmp_path: Path, micro_tokens: int):
+    """In micro-batches of two pairs of 10 tokens, and in one micro-batch."""
+    ordered, shuffled = (
+        world(tmp_path / "ordered", of_one_length),
+        world(tmp_path / "shuffled", shuffled_within_batches),
+    )
+    batches = [[w.examples[i]["row"] for i in epoch_order(TRAIN, SEED, 0)[:BATCH]] for w in (ordered, shuffled)]
     assert batches[0] != batches[1] and sorted(batches[0]) == sorted(batches[1])
-    jobs = [w.job("policy", settings(**ONE_EPOCH, micro_tokens=micro_tokens)) for w in (given, other)]
+    jobs = [w.job("policy", settings(**ONE_EPOCH, micro_tokens=micro_tokens)) for w in (ordered, shuffled)]
     fingerprints = {tune(job).fingerprint for job in jobs}
-    assert len(fingerprints) == 2, "not a bit differs: the order has not changed what is added to what"
+    assert len(fingerprints) == 2, "equal bits: the shuffling did not change the order of sums"
     assert losses(jobs[1]) == pytest.approx(losses(jobs[0]), abs=1e-5)
     for name in ("rewards/margins", "grad_norm"):
         assert [e[name] for e in told(jobs[1])] == pytest.approx([e[name] for e in told(jobs[0])], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_three_processes_are_one(tiny_world: TinyWorld, forker: Any):
-    """Eight pairs do not divide by three, so no two ranks' shares are alike."""
+def test_policy_on_three_ranks_has_the_losses_of_one(tiny_world: TinyWorld, forker: Any):
+    """Three ranks cannot share eight pairs equally."""
     alone, three = (tiny_world.job("policy", settings(), name) for name in ("alone", "three"))
     tune(alone)
     published(three, forker.run(three, 3))

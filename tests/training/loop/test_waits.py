@@ -1,9 +1,8 @@
-"""A step asks the device for nothing before its middle, where the ranks agree: seen at torch's own operators.
+"""A step waits for the device only in its middle, in `sync_step`; checked with torch's own operators.
 
-On a GPU the processor runs ahead of the device, unless it has to know a number, or a size that depends on numbers. What makes
-it wait is told by torch's tags of operators, which do not depend on the device: so a real step on the processor shows it.
-Copies from the host show where tensors have no content at all (the device "meta"): there every one of them is between two
-devices, and the first that asks for content fails.
+On a GPU the CPU runs ahead of the device until it needs a number, or a size that depends on numbers. torch tags the operators
+that wait, independent of the device, so a real step on the CPU shows them. Copies from the host show on the device "meta",
+whose tensors have no content. There each copy is between two devices, and the first read of content fails.
 """
 
 import sys
@@ -51,11 +50,11 @@ LOSSES += [{"ld_alpha": 0.3}, {"weighting": "wpo"}, {"divergence": {"type": "js"
 
 
 class Waiting(AssertionError):
-    """An operator for which a processor would wait."""
+    """The CPU would wait for this operator."""
 
 
 class NoNumbers(TorchFunctionMode):
-    """Within the block `torch.tensor(numbers, device=...)` raises Waiting: its copy is made below torch's operators."""
+    """Make `torch.tensor(numbers, device=...)` raise Waiting within the block: its copy is below torch's operators."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,9 +64,9 @@ class NoNumbers(TorchFunctionMode):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Within the block operators raise Waiting if the processor needs to know what is on the device, or brings something.
+    """Make operators raise Waiting within the block if they read from the device or copy to it.
 
-    What the functions in `allowed` do is their affair, and so is what other threads do. `operators` were met.
+    Functions in `allowed` and other threads are exempt. `operators` counts the operators.
     """
 
     def __init__(self, *allowed: Callable[..., Any]) -> None:
@@ -77,7 +76,7 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, self.operators = kwargs or {}, self.operators + 1
-        if not self._within_allowed() and (_asks(function, args, kwargs) or _brings(function, args, kwargs)):
+        if not self._within_allowed() and (_reads(function, args, kwargs) or _copies(function, args, kwargs)):
             raise Waiting(f"{function} of {[t.shape for t in args if torch.is_tensor(t)]}")
         return function(*args, **kwargs)
 
@@ -88,8 +87,8 @@ class NoWaiting(TorchDispatchMode):
         return frame is not None
 
 
-def _asks(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operator's result has a value, or a shape, that the host has to know."""
+def _reads(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the host has to read the value or the shape of the operator's result."""
     if function in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if function is aten.repeat_interleave.Tensor:
@@ -97,8 +96,8 @@ def _asks(function: Any, args: Any, kwargs: Any) -> bool:
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
 
 
-def _brings(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operator copies from the host to the device, or was given a number where it takes a tensor."""
+def _copies(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the operator copies from the host to the device, for example a number instead of a tensor."""
     devices = {tensor.device for tensor in args if torch.is_tensor(tensor)}
     if function is aten._to_copy.default:
         return kwargs.get("device") not in (None, *devices)
@@ -125,13 +124,13 @@ WAITS: list[Callable[[], object]] = [
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_what_waits_is_seen(wait: Callable[[], object]):
+def test_no_waiting_with_waiting_operator_raises(wait: Callable[[], object]):
     with NoNumbers(), NoWaiting(), pytest.raises(Waiting):
         wait()
 
 
 def stepper_of(world: Any, device: torch.device, **changes: Any) -> TrainStep:
-    """What takes the steps of the `policy` job, in micro-batches of some pairs."""
+    """Return the train step of the `policy` job, in micro-batches of a few pairs."""
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
     group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
@@ -150,7 +149,7 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> TrainStep:
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """As in a job: other operators are used then."""
+    """Use deterministic algorithms as in a job, because they use other operators."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -164,7 +163,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A world whose model draws attention dropout, so that each sequence runs in a row of its own."""
+    """Inputs with a model with attention dropout, so that each sequence runs in its own row."""
     return build_world(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
 
 
@@ -184,17 +183,17 @@ def take_steps(stepper: TrainStep, *allowed: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_with_any_loss_a_step_waits_in_its_middle_alone(world: Any, loss: dict[str, Any]):
+def test_step_with_each_loss_waits_in_sync_step_only(world: Any, loss: dict[str, Any]):
     take_steps(stepper_of(world, CPU, loss=loss))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_however_it_trains_a_step_waits_in_its_middle_alone(world: Any, way: dict[str, Any]):
+def test_step_with_each_setting_waits_in_sync_step_only(world: Any, way: dict[str, Any]):
     take_steps(stepper_of(world, CPU, **way))
 
 
-def test_between_its_steps_a_run_waits_for_nothing(world: Any):
-    """What `bco_pair` remembers of its steps is asked for where it is kept."""
+def test_trainer_between_steps_does_not_wait(world: Any):
+    """The running mean of `bco_pair` is read when it is saved, not in each step."""
     job, stepper = world.job("policy", {}), stepper_of(world, CPU, loss={"type": "bco_pair"})
     trainer = Trainer(job, SILENT, stepper, RunState(job, stepper.group, SILENT, ("loss",)))
     for step in (1, 2):
@@ -203,22 +202,22 @@ def test_between_its_steps_a_run_waits_for_nothing(world: Any):
         assert watch.operators > 500
 
 
-def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: Any):
+def test_step_with_unshared_rows_waits_in_masks_of_transformers_too(dropping: Any):
     take_steps(stepper_of(dropping, CPU, disable_dropout=False), masking_utils.find_packed_sequence_indices)
 
 
-def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
+def test_step_of_sft_waits_in_sync_step_only(world: Any):
     group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
     params = build_params(TrainModelSpec(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = BatchSampler(train_items(pairs), TokenCounts(lengths_I, lengths_I), 8, 60, 0)
     stepper = TrainStep(params, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
-    take_steps(stepper, ResponseObjective.count)  # which counts on the host
+    take_steps(stepper, ResponseObjective.count)  # it counts on the host
 
 
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
-def test_the_balance_of_experts_waits_for_nothing(device: torch.device):
-    """Of itself; the experts of transformers wait in float32."""
+def test_expert_balance_does_not_wait(device: torch.device):
+    """This covers our code only: the experts of transformers wait in float32."""
     model, balance = build("mixtral", LOCAL), ExpertBalance(0.1, Group(0, 1, device))
     layers, sequences_T = [torch.rand(9, 4, device=device) for _ in range(2)], torch.ones(9, device=device)
     values_I2 = torch.zeros(3, 2, dtype=torch.float64, device=device)
@@ -230,8 +229,8 @@ def test_the_balance_of_experts_waits_for_nothing(device: torch.device):
 
 
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "bco_pair"}], ids=str)
-def test_what_goes_to_the_device_goes_by_transfers_that_nobody_waits_for(world: Any, loss: dict[str, Any]):
-    """With tensors that have no content a step comes as far as its middle, where somebody wants to know a number."""
+def test_step_copies_to_the_device_by_to_device_only(world: Any, loss: dict[str, Any]):
+    """On tensors without content a step runs up to `sync_step`, the first read of a number."""
     stepper, watch = stepper_of(world, META, loss=loss), NoWaiting(rank_sync.sync_step, device_prefetch.to_device)
     with NoNumbers(), watch, pytest.raises(NotImplementedError) as stopped:
         stepper.step(1, Flags())

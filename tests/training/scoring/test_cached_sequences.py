@@ -14,7 +14,7 @@ from training.scoring.cached_sequences import DistinctSequences
 
 @dataclass(frozen=True)
 class Keyed:
-    """Of pairs, what a sequence is known by; the two sides follow each other."""
+    """The keys of pairs: first the chosen side, then the rejected side."""
 
     keys_2PK: npt.NDArray[np.uint8]
 
@@ -25,12 +25,12 @@ class Keyed:
         return np.split(np.arange(len(self.keys_2PK)), 2)[side == "rejected"]
 
 
-# Bytes that a text or a signed number would compare otherwise, so few that keys come again or differ in one place only.
+# Bytes that texts or signed numbers would order differently; few, so that keys repeat or differ in one byte.
 KEYS = st.lists(st.sampled_from([0, 127, 128, 255]), min_size=2, max_size=2).map(lambda ends: ends[:1] * 31 + ends[1:])
 
 
 @given(keys=st.lists(KEYS, min_size=2, max_size=40).filter(lambda keys: len(keys) % 2 == 0))
-def test_they_are_the_distinct_rows_in_their_order_each_with_its_first_place(keys: list[list[int]]):
+def test_distinct_sequences_are_those_of_numpy_unique(keys: list[list[int]]):
     keys_2PK = np.array(keys, dtype=np.uint8)
     found = DistinctSequences.of(cast(Pairs, Keyed(keys_2PK)))
     keys_SK, first_S, sequence_2P = np.unique(keys_2PK, axis=0, return_index=True, return_inverse=True)
