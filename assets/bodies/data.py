@@ -82,8 +82,8 @@ def _outdated_names(found: ResolvedData, rows: Artifact) -> list[str]:
     names = distinct_names([file for source in found.sources for file in source.files])
     held_out = [source.settings["held_out"] for source in found.sources for _ in source.files]
     in_reading_order = sorted(zip(names, held_out, strict=True), key=lambda pair: not pair[1])
-    for name in ("preferences.parquet", "quarantine.parquet"):
-        with pq.ParquetFile(rows.file(name), read_dictionary=["source"]) as file:
+    for table_name in ("preferences.parquet", "quarantine.parquet"):
+        with pq.ParquetFile(rows.file(table_name), read_dictionary=["source"]) as file:
             recorded: list[str] = file.read(columns=["source"])["source"].unify_dictionaries().unique().to_pylist()
         remaining = iter([name for name, _ in in_reading_order])
         if not all(name in remaining for name in recorded):  # recorded names must be a subsequence
@@ -128,7 +128,7 @@ def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResul
 
 
 def check_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
-    """Raise DataError if one of a run's `assets` would have no pairs. The check comes now, not after the training."""
+    """Raise DataError if one of a run's `assets` would get an empty split. The check comes now, not after the training."""
     counts, data = pairs.details["counts"], pipeline.recipe.data
     remedies = {
         "train": "add data with other prompts" if any(s.held_out for s in data.sources) else "lower it, or add data",

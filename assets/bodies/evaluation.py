@@ -58,7 +58,7 @@ def _check_leakage(context: AssetContext, evaluation: Artifact) -> dg.AssetCheck
 
 
 def _sources_table(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the metrics by source as a table, because their names are too long for the page. Old evaluations have none."""
+    """Return the metrics by source as a table, because their names are too long for the page. Old evaluations lack them."""
     return {"sources": table(rows, tuple(rows[0]))} if rows else {}
 
 

@@ -69,7 +69,7 @@ def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.Dagste
     tables = list(_find_tables(store, rule, history.fingerprint("tokenized_pairs")))
     if not manifests and not tables:
         raise UsageError(
-            f"the reference model {short(model)} has no log-probs in {dtype}, so nothing can be set aside; "
+            f"the reference model {short(model)} lacks log-probs in {dtype}, so nothing can be set aside; "
             f"`pedigree run {pipeline.argument}` computes them",
             "no-scores",
         )

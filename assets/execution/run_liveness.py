@@ -49,7 +49,7 @@ def reraise_lost_interrupts() -> None:
     """Send lost interrupts of this process again, from now on.
 
     A signal raises in the code that is running. Python ignores exceptions in callbacks of weak references, and SQLAlchemy has
-    many of them. So Ctrl-C, or the termination of a run, would sometimes have no effect.
+    many of them. So Ctrl-C, or the termination of a run, would sometimes fail.
     """
     previous_hook = sys.unraisablehook
 

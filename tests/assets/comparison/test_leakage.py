@@ -1,4 +1,4 @@
-"""Held-out prompts that were trained on before. Oracle: what each policy was trained on is written down by hand."""
+"""Leakage of held-out prompts. Oracle: hand-written training data of each policy."""
 
 import shutil
 from collections.abc import Mapping
@@ -23,127 +23,131 @@ def prompt(question: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"Why {question}?", **fields}]
 
 
-class World:
-    """A store that is filled by hand: whatever the rules do not look at is left out."""
+class Lineages:
+    """A hand-filled store, with only the files and fields that leakage depends on."""
 
     def __init__(self, root: Path) -> None:
         self.store = Store(root)
 
-    def made(self, kind: str, content: str, inputs: Mapping[str, str], **settings: Any) -> str:
-        sources = {name: Source(kind=name, fingerprint=found) for name, found in inputs.items()}
-        how = Derivation(kind=kind, code_version="1", inputs=sources, settings={"is": content, **settings})
+    def publish(self, kind: str, content: str, inputs: Mapping[str, str], **settings: Any) -> str:
+        sources = {name: Source(kind=name, fingerprint=digest) for name, digest in inputs.items()}
+        derivation = Derivation(kind=kind, code_version="1", inputs=sources, settings={"is": content, **settings})
         with self.store.staging() as staging:
             (staging / "file").write_text(content)
-            return self.store.publish(staging, how, JobResult(fingerprint(kind, content), {})).fingerprint
+            return self.store.publish(staging, derivation, JobResult(fingerprint(kind, content), {})).fingerprint
 
     def data(self, name: str, trained: str, held_out: str, **fields: Any) -> str:
-        """Preferences with these questions in their splits, a letter each, in that order."""
-        split = [*(("train", each) for each in trained), *(("validation", each) for each in held_out)]
-        rows = [{"row": row, "prompt": prompt(each, **fields), "split": name} for row, (name, each) in enumerate(split)]
+        """Publish preferences with these questions, one letter each, in order."""
+        splits = [*(("train", letter) for letter in trained), *(("validation", letter) for letter in held_out)]
+        rows = [
+            {"row": row, "prompt": prompt(letter, **fields), "split": split}
+            for row, (split, letter) in enumerate(splits)
+        ]
         with self.store.staging() as staging:
             pq.write_table(pa.Table.from_pylist(rows), staging / "preferences.parquet")
-            how = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": name})
-            return self.store.publish(staging, how, JobResult(fingerprint("raw_preferences", name), {})).fingerprint
+            derivation = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": name})
+            result = JobResult(fingerprint("raw_preferences", name), {})
+            return self.store.publish(staging, derivation, result).fingerprint
 
     def policy(self, name: str, trained: str, *, base: str = BASE, champion: str | None = None) -> str:
-        """A policy that was trained on these questions, a letter each."""
-        pairs = self.made("tokenized_pairs", name, {"raw_preferences": self.data(name, trained, "z")})
-        reference = self.made("reference_model", base, {"base_model": base})
-        return self.made("policy", name, {"tokenized_pairs": pairs, "reference_model": reference}, champion=champion)
+        """Publish a policy trained on these questions, one letter each."""
+        pairs = self.publish("tokenized_pairs", name, {"raw_preferences": self.data(name, trained, "z")})
+        reference = self.publish("reference_model", base, {"base_model": base})
+        return self.publish("policy", name, {"tokenized_pairs": pairs, "reference_model": reference}, champion=champion)
 
     def merged(self, adapter: str) -> str:
-        return self.made("merged_policy", adapter, {"policy": adapter})
+        return self.publish("merged_policy", adapter, {"policy": adapter})
 
     def leakage(self, *policies: str, **fields: Any) -> Leakage:
-        """That of the questions a, b, c and d, which are held out."""
+        """Return the leakage of the held-out questions a, b, c and d."""
         raw_preferences = self.data("evaluated", "xy", "".join(QUESTIONS), **fields)
-        return find_leakage(
-            self.store, policies, {each: {"row": 2 + n} for n, each in enumerate(QUESTIONS)}, raw_preferences
-        )
+        rows = {letter: {"row": 2 + n} for n, letter in enumerate(QUESTIONS)}
+        return find_leakage(self.store, policies, rows, raw_preferences)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "store")
+def lineages(tmp_path: Path) -> Lineages:
+    return Lineages(tmp_path / "store")
 
 
-def test_a_policy_that_starts_from_a_model_of_the_hub_was_trained_on_nothing_before(world: World):
-    assert world.leakage(world.policy("first", "abxy")) == Leakage(frozenset(), (), ())
+def test_leakage_from_a_hub_model_is_empty(lineages: Lineages):
+    assert lineages.leakage(lineages.policy("first", "abxy")) == Leakage(frozenset(), (), ())
 
 
-def test_what_the_champion_was_trained_on_leaks(world: World):
-    champion = world.policy("first", "abxy")
-    now = world.policy("second", "xy", champion=champion)
-    assert world.leakage(now) == Leakage(frozenset("ab"), (champion,), ())
+def test_leakage_includes_training_data_of_the_champion(lineages: Lineages):
+    champion = lineages.policy("first", "abxy")
+    policy = lineages.policy("second", "xy", champion=champion)
+    assert lineages.leakage(policy) == Leakage(frozenset("ab"), (champion,), ())
 
 
-def test_what_a_released_reference_was_trained_on_leaks(world: World):
-    first = world.policy("first", "cxy")
-    assert world.leakage(world.policy("second", "xy", base=first)) == Leakage(frozenset("c"), (first,), ())
+def test_leakage_includes_training_data_of_a_released_reference(lineages: Lineages):
+    first = lineages.policy("first", "cxy")
+    assert lineages.leakage(lineages.policy("second", "xy", base=first)) == Leakage(frozenset("c"), (first,), ())
 
 
-def test_an_adapter_leaks_by_the_model_that_it_is_merged_into(world: World):
-    adapter = world.policy("adapter", "dx")
-    merged = world.merged(adapter)
+def test_leakage_follows_a_merged_model_to_its_adapter(lineages: Lineages):
+    adapter = lineages.policy("adapter", "dx")
+    merged = lineages.merged(adapter)
     for number, start in enumerate(({"champion": merged}, {"base": merged})):
-        now = world.policy(f"now {number}", "xy", **start)
-        assert world.leakage(now) == Leakage(frozenset("d"), (merged,), ())
+        policy = lineages.policy(f"now {number}", "xy", **start)
+        assert lineages.leakage(policy) == Leakage(frozenset("d"), (merged,), ())
 
 
-def test_all_that_came_before_counts_each_once(world: World):
-    """The champion and its reference both go back to the same first policy."""
-    first = world.policy("first", "a")
-    second = world.policy("second", "b", base=first)
-    third = world.policy("third", "cb", base=first, champion=second)
-    now = world.policy("now", "d", base=first, champion=third)
-    assert world.leakage(now) == Leakage(frozenset("abc"), (third, first, second), ())
+def test_leakage_counts_a_shared_ancestor_once(lineages: Lineages):
+    """Champion and reference both start from the first policy."""
+    first = lineages.policy("first", "a")
+    second = lineages.policy("second", "b", base=first)
+    third = lineages.policy("third", "cb", base=first, champion=second)
+    policy = lineages.policy("now", "d", base=first, champion=third)
+    assert lineages.leakage(policy) == Leakage(frozenset("abc"), (third, first, second), ())
 
 
-def test_of_two_policies_one_may_have_started_from_the_other(world: World):
-    """What a policy was trained on itself counts only where the other one started from it."""
-    first = world.policy("first", "a")
-    champion = world.policy("champion", "b", champion=first)
-    now = world.policy("now", "d", champion=champion)
-    assert world.leakage(now, champion).pairs == world.leakage(champion, now).pairs == {"a", "b"}
-    apart = world.policy("apart", "c")
-    assert world.leakage(apart, champion) == Leakage(frozenset("a"), (first,), ())
+def test_leakage_of_two_policies_counts_one_as_start_of_the_other(lineages: Lineages):
+    """A policy's own training data count only if the other policy started from it."""
+    first = lineages.policy("first", "a")
+    champion = lineages.policy("champion", "b", champion=first)
+    policy = lineages.policy("now", "d", champion=champion)
+    assert lineages.leakage(policy, champion).pairs == lineages.leakage(champion, policy).pairs == {"a", "b"}
+    independent = lineages.policy("apart", "c")
+    assert lineages.leakage(independent, champion) == Leakage(frozenset("a"), (first,), ())
 
 
-def test_roles_and_contents_alone_make_a_prompt_as_they_decide_its_split(world: World):
-    """An earlier version wrote fewer fields of a message, and ids of calls may be others in each export."""
-    champion = world.policy("first", "a")
-    now = world.policy("second", "xy", champion=champion)
-    assert world.leakage(now, tool_call_id="1").pairs == {"a"}
+def test_leakage_compares_only_roles_and_contents(lineages: Lineages):
+    """Roles and contents decide the split. An earlier version wrote fewer fields, and call ids differ between exports."""
+    champion = lineages.policy("first", "a")
+    policy = lineages.policy("second", "xy", champion=champion)
+    assert lineages.leakage(policy, tool_call_id="1").pairs == {"a"}
 
 
 @pytest.mark.parametrize("kind", ["policy", "tokenized_pairs", "raw_preferences"])
-def test_what_the_store_no_longer_has_is_unknown(world: World, kind: str):
-    """Of what came before that, the rest is known, as far as the way there is."""
-    first = world.policy("first", "a")
-    second = world.policy("second", "b", champion=first)
-    now = world.policy("now", "d", champion=second)
-    content = {"policy": second}.get(kind, fingerprint(kind, "second"))
-    shutil.rmtree(world.store.folder(kind, content))
+def test_leakage_from_a_missing_artifact_is_unknown(lineages: Lineages, kind: str):
+    """Earlier policies are known unless a policy on the way to them is missing."""
+    first = lineages.policy("first", "a")
+    second = lineages.policy("second", "b", champion=first)
+    policy = lineages.policy("now", "d", champion=second)
+    digest = {"policy": second}.get(kind, fingerprint(kind, "second"))
+    shutil.rmtree(lineages.store.folder(kind, digest))
     expected = Leakage(frozenset(), (), (second,)) if kind == "policy" else Leakage(frozenset("a"), (first,), (second,))
-    assert world.leakage(now) == expected
+    assert lineages.leakage(policy) == expected
 
 
-def test_a_corrupt_one_is_unknown(world: World):
-    champion = world.policy("first", "a")
-    now = world.policy("second", "xy", champion=champion)
-    said = world.store.folder("raw_preferences", fingerprint("raw_preferences", "first")) / "preferences.parquet"
-    said.write_bytes(bytes(said.stat().st_size))
-    assert world.leakage(now) == Leakage(frozenset(), (), (champion,))
+def test_leakage_from_corrupt_data_is_unknown(lineages: Lineages):
+    champion = lineages.policy("first", "a")
+    policy = lineages.policy("second", "xy", champion=champion)
+    rows = lineages.store.folder("raw_preferences", fingerprint("raw_preferences", "first")) / "preferences.parquet"
+    rows.write_bytes(bytes(rows.stat().st_size))
+    assert lineages.leakage(policy) == Leakage(frozenset(), (), (champion,))
 
 
-def test_the_check_tells_how_many_pairs_leaked_and_from_whom():
+def test_leakage_check_describes_counts_and_policies():
     first, second = "1" * 64, "2" * 64
-    none = checks.leakage(Leakage(frozenset(), (), ()), 9)
-    assert none.passed and none.description == "the policy started from none that a recipe of this store has trained"
+    without_start = checks.leakage(Leakage(frozenset(), (), ()), 9)
+    assert without_start.passed and "0 of 9" not in (without_start.description or "")
     clean = checks.leakage(Leakage(frozenset(), (first,), ()), 9)
-    assert clean.passed and (clean.description or "").startswith("0 of 9 held-out pairs have prompts")
-    some = checks.leakage(Leakage(frozenset("ab"), (first,), (second,)), 9)
-    assert not some.passed and some.metadata["leaked_pairs"].value == 2
-    told = some.description or ""
-    assert told.startswith("2 of 9 held-out pairs") and f"started from ({short(first)}): " in told
-    assert told.endswith(f"what {short(second)} was trained on is not in this store")
+    assert clean.passed and (clean.description or "").startswith("0 of 9 held-out pairs")
+    leaked = checks.leakage(Leakage(frozenset("ab"), (first,), (second,)), 9)
+    assert not leaked.passed and leaked.metadata["leaked_pairs"].value == 2
+    description = leaked.description or ""
+    known, unknown = description.split("; ")
+    assert known.startswith("2 of 9 held-out pairs") and short(first) in known and "training.start_from" in known
+    assert short(second) in unknown and short(first) not in unknown

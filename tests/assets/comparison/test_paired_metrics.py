@@ -1,4 +1,4 @@
-"""Pairs of two evaluations, by what is said in them. Oracle: rows written by hand, as earlier versions wrote them too."""
+"""Pairing of two evaluations. Oracle: hand-written rows, also in the form of earlier versions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,19 +19,19 @@ from training.contract.errors import RegistryUnavailable
 from training.contract.store.manifest import Derivation, Source
 from training.contract.store.store import Artifact, JobResult, Store
 
-SAID = [("role", pa.string()), ("content", pa.string())]
-CALLS = [*SAID, ("tool_calls", pa.string()), ("tool_call_id", pa.string()), ("name", pa.string())]
+MESSAGE = [("role", pa.string()), ("content", pa.string())]
+CALLS = [*MESSAGE, ("tool_calls", pa.string()), ("tool_call_id", pa.string()), ("name", pa.string())]
 
 
-def published(store: Store, kind: str, file: str, table: pa.Table, key: str) -> Artifact:
+def publish(store: Store, kind: str, file: str, table: pa.Table, key: str) -> Artifact:
     with store.staging() as staging:
         pq.write_table(table, staging / file)
-        how = Derivation(kind=kind, code_version="1", inputs={}, settings={"key": key})
-        return store.publish(staging, how, JobResult(key * 64, {}))
+        derivation = Derivation(kind=kind, code_version="1", inputs={}, settings={"key": key})
+        return store.publish(staging, derivation, JobResult(key * 64, {}))
 
 
 def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], *further: str) -> Artifact:
-    """Rows 0 and 1, with or without columns that came later."""
+    """Publish rows 0 and 1, with or without newer columns."""
     messages = pa.list_(pa.struct(message))
     text = {name: pa.string() for name in ("split", "source", *further)}
     columns = {
@@ -51,34 +51,32 @@ def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], 
         }
         for row in range(2)
     ]  # fmt: skip
-    return published(
-        store, "raw_preferences", "preferences.parquet", pa.Table.from_pylist(rows, pa.schema(columns)), key
-    )
+    table = pa.Table.from_pylist(rows, pa.schema(columns))
+    return publish(store, "raw_preferences", "preferences.parquet", table, key)
 
 
-def test_pairs_are_the_same_whether_or_not_their_table_has_columns_that_came_later(tmp_path: Path):
+def test_rows_by_messages_ignores_newer_columns(tmp_path: Path):
     store = Store(tmp_path / "store")
-    before = preferences(store, "a", SAID)
-    now = preferences(store, "b", CALLS, "tools", "source_name", "identity")
-    evaluation = published(store, "evaluation", "pairs.parquet", pa.table({"row": [1], "margin": [0.5]}), "c")
-    found = [rows_by_messages(evaluation, each) for each in (before, now)]
-    assert found[0] == found[1] and list(found[0].values()) == [{"row": 1, "margin": 0.5}]
+    old = preferences(store, "a", MESSAGE)
+    new = preferences(store, "b", CALLS, "tools", "source_name", "identity")
+    evaluation = publish(store, "evaluation", "pairs.parquet", pa.table({"row": [1], "margin": [0.5]}), "c")
+    old_rows, new_rows = (rows_by_messages(evaluation, artifact) for artifact in (old, new))
+    assert old_rows == new_rows and list(old_rows.values()) == [{"row": 1, "margin": 0.5}]
 
 
-def test_pairs_of_one_source_are_found_by_its_name(tmp_path: Path):
-    """The pair a-b is in both sources. A table of before there were names has no pairs of any."""
+def test_rows_by_pair_with_a_source_returns_only_its_pairs(tmp_path: Path):
+    """The pair a-b is in both sources. An older table without the column has no pairs of a named source."""
     rows = [
         {"chosen_key": chosen, "rejected_key": rejected, "source_name": name}
         for chosen, rejected, name in (("a", "b", "old"), ("c", "d", "old"), ("e", "f", None), ("a", "b", "new"))
     ]
     store = Store(tmp_path / "store")
-    named = published(store, "evaluation", "pairs.parquet", pa.Table.from_pylist(rows), "a")
-    before = published(
-        store, "evaluation", "pairs.parquet", pa.Table.from_pylist(rows).drop_columns("source_name"), "b"
-    )
-    found = {name: set(rows_by_pair(named, name)) for name in (None, "old", "new", "other")}
-    assert found == {None: {"ab", "cd", "ef"}, "old": {"ab", "cd"}, "new": {"ab"}, "other": set()}
-    assert set(rows_by_pair(before)) == {"ab", "cd", "ef"} and not rows_by_pair(before, "old")
+    table = pa.Table.from_pylist(rows)
+    named = publish(store, "evaluation", "pairs.parquet", table, "a")
+    unnamed = publish(store, "evaluation", "pairs.parquet", table.drop_columns("source_name"), "b")
+    by_source = {name: set(rows_by_pair(named, name)) for name in (None, "old", "new", "other")}
+    assert by_source == {None: {"ab", "cd", "ef"}, "old": {"ab", "cd"}, "new": {"ab"}, "other": set()}
+    assert set(rows_by_pair(unnamed)) == {"ab", "cd", "ef"} and not rows_by_pair(unnamed, "old")
 
 
 def evaluated(
@@ -90,20 +88,20 @@ def evaluated(
     *,
     rows: Sequence[dict[str, Any]] = (),
 ) -> Artifact:
-    """An evaluation made from a reference and pairs with these fingerprints."""
+    """Publish an evaluation made from a reference and pairs with these fingerprints."""
     inputs = {
         kind: Source(kind=kind, fingerprint=digit * 64)
         for kind, digit in (("reference_model", reference), ("tokenized_pairs", pairs), ("policy", "e"))
     }
     settings = {"loss": {"type": loss, "weighting": weighting}}
-    how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings=settings)
+    derivation = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings=settings)
     with store.staging() as staging:
         pq.write_table(pa.Table.from_pylist(list(rows)), staging / "pairs.parquet")
-        return store.publish(staging, how, JobResult(how.key, {}))
+        return store.publish(staging, derivation, JobResult(derivation.key, {}))
 
 
-# SimPO has no reference, whatever its recipe names; AOT sorts the pairs of a batch, so a loss is one of all of them.
-SHOWN_VALUES = {
+# SimPO never uses the recipe's reference. AOT sorts the pairs of a batch, so a loss depends on all of them.
+MEASURES = {
     "all the same": (("sigmoid", "a"), ("sigmoid", "a"), Measure.LOSS),
     "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), Measure.LOSS),
     "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), Measure.ERROR_RATE),
@@ -121,16 +119,16 @@ SHOWN_VALUES = {
 }
 
 
-@pytest.mark.parametrize(("candidate", "champion", "measure"), SHOWN_VALUES.values(), ids=SHOWN_VALUES)
-def test_what_two_evaluations_have_in_common(
+@pytest.mark.parametrize(("candidate", "champion", "measure"), MEASURES.values(), ids=MEASURES)
+def test_common_measure_depends_on_loss_and_reference(
     tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: Measure
 ):
-    ours, theirs = (evaluated(Store(tmp_path / "store"), *each) for each in (candidate, champion))
-    assert common_measure(ours, theirs) == measure
+    evaluations = (evaluated(Store(tmp_path / "store"), *arguments) for arguments in (candidate, champion))
+    assert common_measure(*evaluations) == measure
 
 
 def scored(chosen: Sequence[float], reference: Sequence[float]) -> list[dict[str, Any]]:
-    """Pairs whose rejected responses have the log-prob 0 under policy and reference alike."""
+    """Return pairs with these log-probs of the chosen responses; rejected responses have the log-prob 0 under both models."""
     return [
         {
             "row": row, "chosen_key": f"c{row}", "rejected_key": f"r{row}", "margin": policy - frozen, "loss": 0.5,
@@ -141,42 +139,45 @@ def scored(chosen: Sequence[float], reference: Sequence[float]) -> list[dict[str
     ]  # fmt: skip
 
 
-def test_both_are_measured_over_the_champion_s_reference(tmp_path: Path):
-    """The champion's has -3 in the first half of twenty pairs, the candidate's -5: of -4 the latter makes a pair that is ranked
-    rightly. In the other half it is the candidate's, with -3, over which the champion's -4 would be ranked wrongly. Each two
-    pairs have a prompt. The champion was trained without its reference, which is the one to measure over all the same."""
+def test_compared_with_different_references_uses_the_champions(tmp_path: Path):
+    """In the first ten pairs, the candidate's -4 is correct over its own reference (-5), but wrong over the champion's (-3).
+
+    In the other ten, the champion's -4 is correct over its reference (-5), but would be wrong over the candidate's (-3). Two
+    pairs share a prompt. The champion's loss does not use the reference of its recipe, but the comparison does.
+    """
     store = Store(tmp_path / "store")
-    said = pa.Table.from_pylist(
-        [{"row": row, "prompt": [{"role": "user", "content": str(row // 2)}]} for row in range(20)]
-    )
-    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
+    prompts = [{"row": row, "prompt": [{"role": "user", "content": str(row // 2)}]} for row in range(20)]
+    table = pa.Table.from_pylist(prompts)
+    preferences = publish(store, "raw_preferences", "preferences.parquet", table, "a")
     candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 10 + [-2.0] * 10, [-5.0] * 10 + [-3.0] * 10))
     champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 10 + [-4.0] * 10, [-3.0] * 10 + [-5.0] * 10))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
-    found = compared(step, candidate, preferences.fingerprint, version)
-    assert found.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+    scores = compared(step, candidate, preferences.fingerprint, version)
+    assert scores.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
     names = [f"c{row}r{row}" for row in range(20)]
-    assert [found.candidate[name] for name in names] == [1.0] * 10 + [0.0] * 10
-    assert [found.champion[name] for name in names] == [0.0] * 20
-    of_prompts = [found.prompts[name] for name in names]
-    assert of_prompts[::2] == of_prompts[1::2] and len(set(of_prompts)) == 10
+    assert [scores.candidate[name] for name in names] == [1.0] * 10 + [0.0] * 10
+    assert [scores.champion[name] for name in names] == [0.0] * 20
+    digests = [scores.prompts[name] for name in names]
+    assert digests[::2] == digests[1::2] and len(set(digests)) == 10
 
 
 @pytest.mark.parametrize(
-    ("spared", "prompts", "gone", "compared_pairs"),
+    ("equal_pairs", "prompts", "data_missing", "compared_pairs"),
     [
         *((12, 30, False, 30), (14, 30, False, 30), (15, 30, False, 15), (30, 30, False, 30)),
         *((15, 9, False, 30), (12, 30, True, 12)),
     ],
 )
-def test_the_few_pairs_that_an_edit_spared_do_not_decide_alone(
-    tmp_path: Path, spared: int, prompts: int, gone: bool, compared_pairs: int
+def test_compared_with_few_equal_tokens_pairs_by_messages(
+    tmp_path: Path, equal_pairs: int, prompts: int, data_missing: bool, compared_pairs: int
 ):
-    """Of thirty pairs so many have the same tokens in both. These alone count where they are half of them, of ten prompts; and
-    where the messages of the champion's pairs are nowhere."""
+    """`equal_pairs` of thirty pairs have the same tokens in both evaluations.
+
+    They suffice if they are at least half of the pairs, with ten prompts, or if the champion's data are missing.
+    """
     store = Store(tmp_path / "store")
-    said = pa.Table.from_pylist(
+    table = pa.Table.from_pylist(
         [
             {
                 "row": row,
@@ -187,39 +188,38 @@ def test_the_few_pairs_that_an_edit_spared_do_not_decide_alone(
             for row in range(30)
         ]
     )
-    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
-    theirs, ours = scored([-2.0] * 30, [-3.0] * 30), scored([-2.0] * 30, [-3.0] * 30)
-    for row in ours[spared:]:
+    preferences = publish(store, "raw_preferences", "preferences.parquet", table, "a")
+    candidate_rows, champion_rows = scored([-2.0] * 30, [-3.0] * 30), scored([-2.0] * 30, [-3.0] * 30)
+    for row in candidate_rows[equal_pairs:]:
         row["chosen_key"] += "in another template"
-    candidate, champion = (
-        evaluated(store, "sigmoid", "a", pairs, rows=rows) for pairs, rows in (("c", ours), ("d", theirs))
-    )
-    tags = {"evaluation": champion.fingerprint} | ({} if gone else {"raw_preferences": preferences.fingerprint})
+    candidate = evaluated(store, "sigmoid", "a", "c", rows=candidate_rows)
+    champion = evaluated(store, "sigmoid", "a", "d", rows=champion_rows)
+    tags = {"evaluation": champion.fingerprint} | ({} if data_missing else {"raw_preferences": preferences.fingerprint})
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
-    found = compared(step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags)))
-    assert len(found.shared) == compared_pairs
-    assert found.measure == (Measure.LOSS if spared == compared_pairs else Measure.ERROR_RATE)
+    scores = compared(step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags)))
+    assert len(scores.shared) == compared_pairs
+    assert scores.measure == (Measure.LOSS if equal_pairs == compared_pairs else Measure.ERROR_RATE)
 
 
-def test_how_pairs_are_ranked_is_told_over_the_reference_for_losses_without_one_too(tmp_path: Path):
-    """By its own rewards, its log-probs, a model that is its reference ranks all pairs rightly. Over it, it ranks none so."""
+def test_compared_with_a_loss_without_reference_ranks_over_the_reference(tmp_path: Path):
+    """An untrained policy ranks all pairs correctly by its log-probs, its rewards under CPO, but none over its reference."""
     store = Store(tmp_path / "store")
-    said = pa.Table.from_pylist([{"row": row, "prompt": str(row)} for row in range(10)])
-    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
+    table = pa.Table.from_pylist([{"row": row, "prompt": str(row)} for row in range(10)])
+    preferences = publish(store, "raw_preferences", "preferences.parquet", table, "a")
     untrained = [row | {"margin": 2.0} for row in scored([2.0] * 10, [2.0] * 10)]
     candidate = evaluated(store, "cpo", "a", rows=untrained)
     champion = evaluated(store, "sigmoid", "a", rows=scored([3.0] * 9 + [1.0], [2.0] * 10))
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
-    found = compared(step, candidate, preferences.fingerprint, version)
-    assert found.measure == Measure.ERROR_RATE
-    assert (sum(found.candidate.values()), sum(found.champion.values())) == (10, 1)
+    scores = compared(step, candidate, preferences.fingerprint, version)
+    assert scores.measure == Measure.ERROR_RATE
+    assert (sum(scores.candidate.values()), sum(scores.champion.values())) == (10, 1)
 
 
-def test_a_server_that_is_away_is_waited_for_and_not_taken_for_another_home(
+def test_compared_with_an_unavailable_server_raises_registry_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The champion's evaluation is to be fetched from it, where nobody answers now."""
+    """The run can then wait for the server. A missing artifact of another home is a different error."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     store, registry = Store(tmp_path / "store"), Registry("http://127.0.0.1:9", tmp_path / "downloads")
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store, registry=registry)))

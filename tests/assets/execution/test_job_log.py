@@ -1,4 +1,4 @@
-"""Events as lines: how many there are of a job that takes long."""
+"""Events as lines: their number during a long job."""
 
 from itertools import pairwise
 

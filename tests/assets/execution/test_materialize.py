@@ -1,4 +1,4 @@
-"""How an artifact comes about: what is locked meanwhile, what a job has to leave, and what is not made again unasked."""
+"""Materialization: the lock during a job, jobs without an artifact, and corrupt artifacts."""
 
 import logging
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from workflows.recipes.discovery import load_recipe
 LOG = logging.getLogger(__name__)
 
 
-class Noting:
-    """Publishes what `content` gives for a job, if anything; keeps the jobs, and those that got the lock of their key, held."""
+class RecordingLauncher:
+    """A launcher that publishes `content(job)` unless None. Records all jobs, and those started with their key's lock held."""
 
     def __init__(self, content: Callable[[Job], Any]):
         self._content = content
@@ -60,29 +60,30 @@ def pipeline_on(nodes: int, folder: Path) -> Pipeline:
     return load_recipe(write_recipe(folder / "small", {**ATTRIBUTES, "compute": compute})).pipeline
 
 
-def test_a_job_gets_the_lock_of_its_key(services, tmp_path):
-    """So whoever wants the same artifact waits for the job, though the process that launched it may be gone by then."""
-    launcher = Noting(lambda job: "merged")
-    works = [
+def test_make_passes_the_held_lock_of_the_key_to_the_job(services, tmp_path):
+    """So other processes wait for the job, even if its launching process has died."""
+    launcher = RecordingLauncher(lambda job: "merged")
+    results = [
         make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, JobSpec("merge", {}), {}, LOG)
         for _ in range(2)
     ]
-    assert [work.reused for work in works] == [False, True]
+    assert [result.reused for result in results] == [False, True]
     assert launcher.locked == launcher.jobs and len(launcher.jobs) == 1
     assert not is_held(services.store.lock_file(MERGED, launcher.jobs[0].derivation.key))
 
 
-def test_a_job_that_publishes_nothing_has_failed(services, tmp_path):
-    given = replace(services, launcher=Noting(lambda job: None))
-    with pytest.raises(StoreError, match="the job of merged_policy ended well but published nothing; its log is "):
-        make(pipeline_on(1, tmp_path), given, MERGED, JobSpec("merge", {}), {}, LOG)
+def test_make_with_a_job_that_publishes_nothing_raises(services, tmp_path):
+    launcher = RecordingLauncher(lambda job: None)
+    with pytest.raises(StoreError, match=r"merged_policy .*\[nothing-published\]") as raised:
+        make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, JobSpec("merge", {}), {}, LOG)
+    assert str(launcher.jobs[0].log) in str(raised.value)
 
 
-def test_pairs_are_scored_again_by_one_process_on_one_machine(services, tmp_path):
-    """However many the recipe trains on: nobody waits for a cluster to see a pair."""
-    launcher = Noting(lambda job: [job.settings["rows"]])
-    found = rescore(pipeline_on(3, tmp_path), replace(services, launcher=launcher), {}, [7])
-    assert (found.rows, found.tolerance) == ([[7]], 0.5)
+def test_rescore_runs_one_process_on_one_node(services, tmp_path):
+    """Rescoring a pair must not need a cluster, even if the recipe trains on three nodes."""
+    launcher = RecordingLauncher(lambda job: [job.settings["rows"]])
+    rescored = rescore(pipeline_on(3, tmp_path), replace(services, launcher=launcher), {}, [7])
+    assert (rescored.rows, rescored.tolerance) == ([[7]], 0.5)
     [job] = launcher.locked
     assert (job.nodes, job.processes) == (1, 1)
 
@@ -97,22 +98,23 @@ def test_pairs_are_scored_again_by_one_process_on_one_machine(services, tmp_path
     ],
     ids=["policy", "tuned reference", "pointer to the base model", "pairs"],
 )
-def test_only_what_was_trained_is_refused_when_it_is_corrupt(services, kind, settings, refused):
-    """Hours of training are not repeated unasked; the rest is set aside and made again."""
-    store, how = services.store, Derivation(kind=kind, code_version="1", inputs={}, settings=settings)
+def test_find_intact_raises_only_for_corrupt_trained_models(services, kind, settings, refused):
+    """Hours of training are not repeated without consent. Other corrupt artifacts are set aside and recomputed."""
+    store, derivation = services.store, Derivation(kind=kind, code_version="1", inputs={}, settings=settings)
     with store.staging() as staging:
         (staging / "content").write_bytes(b"what was made")
-        made = store.publish(staging, how, JobResult("f" * 64))
-    told: list[Event] = []
-    services = replace(services, listener=told.append)
-    assert find_intact(services, how, LOG) == made and told == []
-    flip(made.file("content"))
+        artifact = store.publish(staging, derivation, JobResult("f" * 64))
+    events: list[Event] = []
+    services = replace(services, listener=events.append)
+    assert find_intact(services, derivation, LOG) == artifact and events == []
+    flip(artifact.file("content"))
     if refused:
-        with pytest.raises(CorruptArtifact, match="What was trained is not made again unasked"):
-            find_intact(services, how, LOG)
+        with pytest.raises(CorruptArtifact, match=r"\[corrupt-model\]") as raised:
+            find_intact(services, derivation, LOG)
+        assert str(artifact.folder) in str(raised.value)
     else:
-        assert find_intact(services, how, LOG) is None
-        [note] = told
+        assert find_intact(services, derivation, LOG) is None
+        [note] = events
         assert (note["event"], note["asset"]) == ("note", kind)
-        assert "content" in note["text"] and note["text"].endswith("; it is made again.")
-    assert made.folder.exists() is refused
+        assert "content" in note["text"] and str(store.root / "corrupt") in note["text"]
+    assert artifact.folder.exists() is refused

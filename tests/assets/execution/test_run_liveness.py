@@ -1,4 +1,4 @@
-"""A process that works on a run, and the interrupts that it gets."""
+"""Lost interrupts of a process that works on a run."""
 
 import signal
 import sys
@@ -16,8 +16,10 @@ class Thing:
     pass
 
 
-def test_an_interrupt_is_not_lost_in_a_callback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """One that comes while a weak reference's callback runs: Python says that it ignores it, and goes on."""
+def test_interrupt_in_a_weakref_callback_is_raised_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Python alone would print a warning, ignore the interrupt and continue."""
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     reraise_lost_interrupts.__wrapped__()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,18 +35,18 @@ def test_an_interrupt_is_not_lost_in_a_callback(monkeypatch: pytest.MonkeyPatch,
     assert reference() is None and capfd.readouterr().err == ""
 
 
-def test_what_else_is_ignored_is_told_as_before(monkeypatch: pytest.MonkeyPatch):
-    told: list[sys.UnraisableHookArgs] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+def test_other_ignored_exceptions_reach_the_previous_hook(monkeypatch: pytest.MonkeyPatch):
+    ignored: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     reraise_lost_interrupts.__wrapped__()
     thing = Thing()
     reference = weakref.ref(thing, lambda _: 1 / 0)
     del thing
-    assert reference() is None and [type(each.exc_value) for each in told] == [ZeroDivisionError]
+    assert reference() is None and [type(arguments.exc_value) for arguments in ignored] == [ZeroDivisionError]
 
 
-def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a step Dagster raises an exception of its own for the signal. Lost in a callback, the step would sleep on."""
+def test_dagster_interrupt_in_a_weakref_callback_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a step, Dagster raises its own exception for the signal. If it were lost, the step would continue to sleep."""
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     reraise_lost_interrupts.cache_clear()
     slept: list[bool] = []
@@ -61,5 +63,5 @@ def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Pat
 
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         dg.materialize([terminated])
-    reraise_lost_interrupts.cache_clear()  # what it has changed ends with this test
+    reraise_lost_interrupts.cache_clear()  # monkeypatch restores the hook after this test
     assert not slept

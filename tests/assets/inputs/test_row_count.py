@@ -1,4 +1,4 @@
-"""The number of rows that people are shown, against the rows that reading gives."""
+"""Row counts for display. Oracle: the reader of preference files."""
 
 import gzip
 import tracemalloc
@@ -40,14 +40,14 @@ CONTENTS = {
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", CONTENTS)
-def test_as_many_rows_are_counted_as_are_read(tmp_path, name, packed):
-    place = tmp_path / (name + ".GZ" if packed else name)
-    place.write_bytes(gzip.compress(CONTENTS[name]) if packed else CONTENTS[name])
-    [file] = data_files(str(place))
-    assert count_rows(place) == len(list(read_records(file))) > (name != "one.json")
+def test_count_rows_equals_the_number_of_read_records(tmp_path, name, packed):
+    path = tmp_path / (name + ".GZ" if packed else name)
+    path.write_bytes(gzip.compress(CONTENTS[name]) if packed else CONTENTS[name])
+    [file] = data_files(str(path))
+    assert count_rows(path) == len(list(read_records(file))) > (name != "one.json")
 
 
-def test_what_cannot_be_read_is_not_counted(tmp_path):
+def test_count_rows_of_an_unreadable_file_is_none(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(JSON_LINES)[:-9])
     (tmp_path / "plain.csv.gz").write_bytes(b"a,b\n")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
@@ -56,14 +56,14 @@ def test_what_cannot_be_read_is_not_counted(tmp_path):
     assert [count_rows(tmp_path / name) for name in names] == [None] * 5
 
 
-def test_a_flipped_bit_is_told_as_what_cannot_be_read(tmp_path):
-    """One in a length makes Arrow ask for more memory than there is."""
+def test_count_rows_with_a_flipped_bit_does_not_raise(tmp_path):
+    """A flipped bit in a length makes Arrow allocate more memory than the machine has."""
     with pa.ipc.new_stream(sink := pa.BufferOutputStream(), pa.schema({"a": pa.int64()})) as writer:
         writer.write_table(pa.table({"a": list(range(50))}))
-    whole, file = sink.getvalue().to_pybytes(), tmp_path / "rows.arrow"
+    intact, file = sink.getvalue().to_pybytes(), tmp_path / "rows.arrow"
     counts = set()
-    for at in range(len(whole)):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+    for index in range(len(intact)):
+        file.write_bytes(intact[:index] + bytes([intact[index] ^ 0x40]) + intact[index + 1 :])
         counts.add(count_rows(file))
     assert {None, 50} <= counts
 
@@ -76,8 +76,8 @@ def test_a_flipped_bit_is_told_as_what_cannot_be_read(tmp_path):
         ("c.json", b'["', 257, None),
     ],
 )
-def test_a_line_of_any_length_is_not_held_in_memory(tmp_path, name, start, megabytes, rows):
-    """A .gz of four megabytes held a line of four gigabytes, with which the process of Dagster ran out of memory."""
+def test_count_rows_of_a_long_line_needs_little_memory(tmp_path, name, start, megabytes, rows):
+    """A .gz of four megabytes can hold a line of four gigabytes, for which Dagster's process lacks the memory."""
     with gzip.open(tmp_path / f"{name}.gz", "wb", compresslevel=1) as file:
         file.write(start)
         for _ in range(megabytes):

@@ -1,4 +1,4 @@
-"""What is different in words, of records written by hand."""
+"""Changes as text. Oracle: hand-written records."""
 
 from logging import getLogger
 from typing import Any
@@ -23,23 +23,23 @@ def _source(hub: dict[str, Any]) -> ResolvedData:
     return ResolvedData(how, "f" * 64, {"sources.json": []}, [source])
 
 
-def test_a_line_of_the_template_that_is_a_rule(tmp_path):
-    """In a diff it looks like the name of a file."""
-    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+def test_tokenizer_changes_shows_template_lines_of_dashes(tmp_path):
+    """In a diff such a line looks like a file header."""
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n---\n"})
-        before = store.publish(staging, how, JobResult("f" * 64))
+        before = store.publish(staging, derivation, JobResult("f" * 64))
     (tmp_path / "now.jinja").write_text("Answer.\n+++\n")
     now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", {})
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
 
 
-def test_a_list_is_shown_as_it_is_written():
-    told = setting_changes({"betas": [0.9, None], "tied": [False]}, {"betas": [0.9, "x"], "tied": [True]})
-    assert list(told) == ["betas [0.9, null] -> [0.9, x]", "tied [false] -> [true]"]
+def test_setting_changes_writes_lists_as_in_a_recipe():
+    changes = setting_changes({"betas": [0.9, None], "tied": [False]}, {"betas": [0.9, "x"], "tied": [True]})
+    assert list(changes) == ["betas [0.9, null] -> [0.9, x]", "tied [false] -> [true]"]
 
 
-def test_settings_of_sources_are_told_a_source_at_a_time():
+def test_setting_changes_groups_source_settings_by_source():
     before = {"formats": ["auto"], "held_out": [False], "validation_fraction": 0.1}
     now = {
         "formats": ["auto"],
@@ -65,18 +65,17 @@ def test_settings_of_sources_are_told_a_source_at_a_time():
     ]
 
 
-def test_no_file_is_named_where_a_token_is(tmp_path):
-    """Not even where the template changed as well: whatever else differs in the files may follow from both."""
-    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+def test_tokenizer_changes_with_changed_tokens_names_no_file(tmp_path):
+    """A changed template does not add the file either: other differences in the files may follow from both."""
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n"})
-        before = store.publish(staging, how, JobResult("f" * 64))
+        before = store.publish(staging, derivation, JobResult("f" * 64))
     write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 0, "content": "<|tool|>"}]})
     (tmp_path / "chat_template.jinja").write_text("Answer!\n")
-    told = list(
-        tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {"chat_template.jinja", "tokenizer.json"})
-    )
-    assert told == ["chat template changed: line 1\n    -Answer.\n    +Answer!", "tokenizer gained token <|tool|>"]
+    now = LocatedTokenizer(tmp_path, None, {})
+    changes = list(tokenizer_changes(before, now, {"chat_template.jinja", "tokenizer.json"}))
+    assert changes == ["chat template changed: line 1\n    -Answer.\n    +Answer!", "tokenizer gained token <|tool|>"]
 
 
 @pytest.mark.parametrize(
@@ -92,44 +91,43 @@ def test_no_file_is_named_where_a_token_is(tmp_path):
         ("special_tokens_map.json", []),
     ],
 )
-def test_a_file_of_an_unknown_form_is_named(tmp_path, file, content):
-    """Transformers may or may not load it: that is for the job to find, and no reason for `status` to end."""
-    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+def test_tokenizer_changes_with_an_unknown_file_form_names_the_file(tmp_path, file, content):
+    """Transformers may or may not load it. The job finds out; `pedigree status` must not fail."""
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": None})
-        before = store.publish(staging, how, JobResult("f" * 64))
+        before = store.publish(staging, derivation, JobResult("f" * 64))
     write_json(tmp_path / file, content)
     assert list(tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {file})) == [f"{file} differs"]
 
 
-def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):
-    """Five files are named and the rest counted, by hand; of another data set no file is compared with any of the first."""
-    services, digit = services_in(tmp_path), "ab"
-    old, new = (_source({"files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
-    made = publish_resolved(services, old, getLogger())
+def test_changes_since_of_a_hub_data_set_names_five_files(tmp_path):
+    """By hand: five files are named and the rest counted. Files of another data set are not compared."""
+    services = services_in(tmp_path)
+    old, new = (_source({"files": {f"{n}.csv": digit * 40 for n in range(7)}}) for digit in "ab")
+    published = publish_resolved(services, old, getLogger())
     names = ", ".join(f"{n}.csv differs" for n in range(5))
-    key = made.artifact.derivation.key
+    key = published.artifact.derivation.key
     assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]
     other = _source({"hub": "org/others", "files": {"8.csv": "d" * 40}})
     assert changes_since(services.store, key, other) == ["hub data set.hub org/pairs -> org/others"]
 
 
-def test_files_of_one_name_and_their_order(tmp_path):
-    """Of files with one name each further one has a number; the order decides which rows come first."""
+def test_changes_since_of_files_reports_order_additions_and_removals(tmp_path):
+    """The order of files decides the order of rows. A repeated name gets a number."""
     services = services_in(tmp_path)
 
-    def found(*files: tuple[str, str]) -> ResolvedData:
+    def resolve(*files: tuple[str, str]) -> ResolvedData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
-        how = derive("preference_source", {}, {"sources": [identity]})
-        return ResolvedData(how, "f" * 64, {"sources.json": [identity]}, [LocatedSource({"hub": None}, identity, [])])
+        derivation = derive("preference_source", {}, {"sources": [identity]})
+        source = LocatedSource({"hub": None}, identity, [])
+        return ResolvedData(derivation, "f" * 64, {"sources.json": [identity]}, [source])
 
+    derivation = resolve(("a.jsonl", "1"), ("b.jsonl", "2")).derivation
     with services.store.staging() as staging:
-        key = services.store.publish(
-            staging, found(("a.jsonl", "1"), ("b.jsonl", "2")).derivation, JobResult("f" * 64)
-        ).derivation.key
-    assert changes_since(services.store, key, found(("b.jsonl", "2"), ("a.jsonl", "1"))) == [
-        "the order of the files, or how the sources divide them, changed"
-    ]
-    more = found(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))
+        key = services.store.publish(staging, derivation, JobResult("f" * 64)).derivation.key
+    [change] = changes_since(services.store, key, resolve(("b.jsonl", "2"), ("a.jsonl", "1")))
+    assert "order of the files" in change
+    more = resolve(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))
     assert changes_since(services.store, key, more) == ["a.jsonl (2) added"]
-    assert changes_since(services.store, key, found(("b.jsonl", "2"))) == ["a.jsonl removed"]
+    assert changes_since(services.store, key, resolve(("b.jsonl", "2"))) == ["a.jsonl removed"]

@@ -1,4 +1,4 @@
-"""What Dagster is asked, against what it answers to its own question for a single asset."""
+"""Records of materializations. Oracle: Dagster's own query for a single asset."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from workflows.recipes.discovery import load_recipe
 
 @pytest.fixture
 def history(tmp_path: Path) -> Iterator[History]:
-    """Of a pipeline whose assets were materialized twice, but for the last; and of another pipeline's in the same instance."""
+    """A pipeline with all assets but the last materialized twice, in an instance with another pipeline."""
     pipeline = load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES)).pipeline
     with dg.DagsterInstance.ephemeral() as instance:
         for version in (1, 2):
@@ -33,44 +33,45 @@ def history(tmp_path: Path) -> Iterator[History]:
         yield History(instance, pipeline, Store(tmp_path / "store"))
 
 
-def test_another_artifact_than_the_latest_was_made_as_its_own_manifest_says(history: History):
-    """The latest is made in a way that came later than its manifest's: of the two it is the way of now."""
-    ways = [Derivation(kind="policy", code_version=version, inputs={}, settings={}) for version in "123"]
-    for way, fingerprint in zip(ways, ("a" * 64, "b" * 64, "b" * 64), strict=True):
+def test_derivation_of_an_older_artifact_is_its_manifests(history: History):
+    """The latest artifact has two derivations. Its latest one counts, not the one in its manifest."""
+    derivations = [Derivation(kind="policy", code_version=version, inputs={}, settings={}) for version in "123"]
+    for derivation, fingerprint in zip(derivations, ("a" * 64, "b" * 64, "b" * 64), strict=True):
         with history.store.staging() as staging:
-            history.store.publish(staging, way, JobResult(fingerprint))
+            history.store.publish(staging, derivation, JobResult(fingerprint))
     key, tags = history.pipeline.key("policy"), {"dagster/data_version": "b" * 64}
-    history.instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata={"key": ways[2].key}, tags=tags))
-    assert [history.derivation("policy", found * 64) for found in "ab"] == [ways[0], ways[2]]
+    metadata = {"key": derivations[2].key}
+    history.instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata=metadata, tags=tags))
+    assert [history.derivation("policy", digit * 64) for digit in "ab"] == [derivations[0], derivations[2]]
 
 
 @contextmanager
-def questions(table: str) -> Iterator[list[str]]:
-    """The statements that ask the table, of whatever database, within the block."""
-    asked: list[str] = []
+def record_queries(table: str) -> Iterator[list[str]]:
+    """Record the statements of the block that query the table, in any database."""
+    statements: list[str] = []
 
-    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+    def record(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
         if f"FROM {table}" in statement:
-            asked.append(statement)
+            statements.append(statement)
 
-    event.listen(Engine, "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", record)
     try:
-        yield asked
+        yield statements
     finally:
-        event.remove(Engine, "before_cursor_execute", note)
+        event.remove(Engine, "before_cursor_execute", record)
 
 
-def test_all_assets_of_a_pipeline_cost_one_question(history: History):
-    """Each costs a dozen connections: a status asked 12 times, and a comparison of 100 variants 2,400 times."""
-    with questions("asset_keys") as asked:
-        found = {asset: history.latest(asset) for asset in GRAPH}
-    assert len(asked) == 1
-    *made, last = GRAPH
-    for asset in made:
-        recorded = history.instance.get_latest_materialization_event(history.pipeline.key(asset))
-        assert found[asset] == Materialization.of(recorded.asset_materialization)
-        assert (found[asset].fingerprint, found[asset].key) == (f"small/{asset} 2", 2)
-    assert found[last] == Materialization()
+def test_latest_of_all_assets_takes_one_query(history: History):
+    """Each query takes a dozen connections. With one per asset, a comparison of 100 variants made 2,400."""
+    with record_queries("asset_keys") as queries:
+        latest = {asset: history.latest(asset) for asset in GRAPH}
+    assert len(queries) == 1
+    *materialized, last = GRAPH
+    for asset in materialized:
+        record = history.instance.get_latest_materialization_event(history.pipeline.key(asset))
+        assert latest[asset] == Materialization.of(record.asset_materialization)
+        assert (latest[asset].fingerprint, latest[asset].key) == (f"small/{asset} 2", 2)
+    assert latest[last] == Materialization()
 
 
 SECTIONS: list[dict[str, Any]] = [
@@ -80,8 +81,8 @@ SECTIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_step_can_ask_of_all_ancestors_of_its_inputs(tmp_path: Path):
-    """It reads no other records. The latest of its inputs may come from a recipe that had tuning, or names of sources."""
+def test_with_upstream_includes_ancestors_under_earlier_recipes(tmp_path: Path):
+    """A step reads records of these assets only. Its inputs may come from an earlier recipe with tuning or named sources."""
     recipes = [
         load_recipe(write_recipe(tmp_path / str(number), {**ATTRIBUTES, **sections})).pipeline.recipe
         for number, sections in enumerate(SECTIONS)
@@ -89,6 +90,6 @@ def test_a_step_can_ask_of_all_ancestors_of_its_inputs(tmp_path: Path):
     assert len({len(with_upstream(recipe, "reference_model")) for recipe in recipes}) == 2
     for now, before in itertools.product(recipes, recipes):
         for asset, node in GRAPH.items():
-            known = set(with_upstream(now, asset))
+            upstream = set(with_upstream(now, asset))
             for name in node.inputs(now):
-                assert known.issuperset(with_upstream(before, name)), (asset, name)
+                assert upstream.issuperset(with_upstream(before, name)), (asset, name)

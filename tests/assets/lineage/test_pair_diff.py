@@ -1,4 +1,4 @@
-"""Which pairs were added and removed. Oracle: the pairs are letters, one a row, and the changes are read off them."""
+"""Pairs added and removed. Oracle: pairs are letters, one per row, so the changes are obvious."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,18 +11,19 @@ from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 
 
-def published(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
-    """Rows in which each letter is a pair, in the file and on the line of its place."""
+def publish(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
+    """Publish rows with a letter as each pair; its line is its position."""
     rows = [{"source": "a.jsonl", "line": line, "identity": pair} for line, pair in enumerate(pairs, 1)]
     table = pa.Table.from_pylist(rows)
-    how = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": [pairs, with_identity]})
+    settings = {"is": [pairs, with_identity]}
+    derivation = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings=settings)
     with store.staging() as staging:
         pq.write_table(table if with_identity else table.drop_columns(["identity"]), staging / "preferences.parquet")
-        return store.publish(staging, how, JobResult(fingerprint("raw_preferences", [pairs, with_identity]), {}))
+        return store.publish(staging, derivation, JobResult(fingerprint("raw_preferences", settings["is"]), {}))
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "words"),
+    ("before", "now", "texts"),
     [
         ("abc", "abcd", ["1 pair added, the first in a.jsonl, line 4"]),
         ("abcd", "bd", ["2 pairs removed, the first was in a.jsonl, line 1"]),
@@ -32,22 +33,22 @@ def published(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
             ["1 pair added, the first in a.jsonl, line 2", "1 pair removed, the first was in a.jsonl, line 2"],
         ),
         ("abc", "cab", []),
-        ("abc", "abca", ["1 pair added, the first in a.jsonl, line 4"]),  # the copy, not what it copies
+        ("abc", "abca", ["1 pair added, the first in a.jsonl, line 4"]),  # the copy, not the original
         ("abab", "ab", ["2 pairs removed, the first was in a.jsonl, line 3"]),
     ],
 )
-def test_what_was_added_and_removed_is_counted_with_the_first_place(tmp_path, before, now, words):
+def test_pair_changes_counts_pairs_and_names_the_first_place(tmp_path, before, now, texts):
     store = Store(tmp_path)
     cache = HashCache(tmp_path / "hashes.json")
-    changed = pair_changes(store, published(store, before).fingerprint, published(store, now), cache)
-    assert changed is not None and list(changed.words()) == words
+    changes = pair_changes(store, publish(store, before).fingerprint, publish(store, now), cache)
+    assert changes is not None and list(changes.words()) == texts
 
 
-def test_what_cannot_be_compared_is_not_told(tmp_path):
-    """Nothing before, the same before, something before that is gone, and rows that an earlier version read."""
+def test_pair_changes_without_comparable_rows_is_none(tmp_path):
+    """Nothing before, the same artifact, a missing artifact, and rows read by an earlier version."""
     store, cache = Store(tmp_path), HashCache(tmp_path / "hashes.json")
-    now = published(store, "ab")
-    gone = fingerprint("raw_preferences", "gone")
-    older = published(store, "a", with_identity=False).fingerprint
-    before = (None, now.fingerprint, gone, older)
-    assert [pair_changes(store, each, now, cache) for each in before] == [None] * 4
+    now = publish(store, "ab")
+    missing = fingerprint("raw_preferences", "missing")
+    older = publish(store, "a", with_identity=False).fingerprint
+    fingerprints = (None, now.fingerprint, missing, older)
+    assert [pair_changes(store, before, now, cache) for before in fingerprints] == [None] * 4
