@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
-.PHONY: install demo ui test test-system check bench clean
+.PHONY: install demo ui test test-system test-long check bench clean
 
 install: $(VENV)/.installed
 
@@ -28,12 +28,16 @@ ui: install
 
 # A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system and not long'
 
 # What this needs beside Python and make is installed if that can be done, else named.
 test-system: install
 	PYTHON=$(BIN)/python .ci/packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m system
+
+# More of the same faults. They take too long for every change: run them before a release.
+test-long: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m long
 
 check: install
 	$(BIN)/ruff check .

@@ -195,14 +195,15 @@ CASES: list[tuple[str, JobKind, dict[str, Any], str, str]] = [
 
 
 def cases() -> Iterator[Any]:
+    """Yield a case for each moment. Only the first of each job carries the marker `system`, the others `long`."""
     for there, kind, changes, before, after in CASES:
-        for moment in filter(None, f"{before}, {after}".split(", ")):
+        for index, moment in enumerate(filter(None, f"{before}, {after}".split(", "))):
             was_read = moment in after.split(", ")
             name = " ".join(filter(None, (there, kind, *changes, moment)))
-            yield pytest.param(there, kind, changes, MOMENTS[moment], was_read, id=name)
+            marks = pytest.mark.long if index else pytest.mark.system
+            yield pytest.param(there, kind, changes, MOMENTS[moment], was_read, id=name, marks=marks)
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("other", [False, True], ids=["the same bytes", "others"])
 @pytest.mark.parametrize(("there", "kind", "changes", "moment", "was_read"), list(cases()))
 def test_at_any_moment_it_is_right_or_refused_by_name(
