@@ -1,4 +1,4 @@
-"""Reading: what each kind of file holds, bad rows named by their line, and unusable places refused by name."""
+"""Read each kind of file: its rows, bad rows with their lines, and errors that name unusable paths."""
 
 import contextlib
 import gzip
@@ -35,15 +35,15 @@ def _csv(path: Path) -> None:
     path.write_bytes("\r\n".join(["prompt,chosen,rejected", *quoted, ""]).encode("utf-8-sig"))
 
 
-def _twice() -> bytes:
-    """A Parquet file with two columns of one name, which Arrow writes."""
+def _duplicate_columns() -> bytes:
+    """Return a Parquet file with two columns of one name."""
     pq.write_table(
         pa.table([["a"], ["b"], ["c"]], names=["chosen", "prompt", "chosen"]), sink := pa.BufferOutputStream()
     )
     return bytes(sink.getvalue())
 
 
-def _packed(rows) -> bytes:
+def _compress(rows) -> bytes:
     return gzip.compress("\n".join(map(json.dumps, rows)).encode())
 
 
@@ -62,56 +62,60 @@ WRITERS = {
     "f.csv": _csv,
     "h.arrow": _arrow,
     "g.jsonl.gz": lambda path: path.write_bytes(
-        gzip.compress(json.dumps(ROWS[0]).encode() + b"\n") + _packed(ROWS[1:])
+        gzip.compress(json.dumps(ROWS[0]).encode() + b"\n") + _compress(ROWS[1:])
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_gives_the_rows_written(tmp_path, name):
+def test_read_every_kind_of_file_returns_the_written_rows(tmp_path, name):
     WRITERS[name](tmp_path / name)
     records = _records(tmp_path / name)
     assert [dict(record.value) for record in records] == ROWS
-    # Of CSV: behind the header, and two of the cells of each row end a line.
+    # In CSV, the rows are after the header, and two cells of each row have a line end.
     assert [record.line for record in records] == ([2, 5, 8] if name == "f.csv" else [1, 2, 3])
     assert not any(record.problem for record in records)
 
 
 @pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"g.jsonl.gz"}))
-def test_every_kind_of_file_is_read_packed_as_it_is_plain(tmp_path, name):
+def test_read_every_kind_of_compressed_file_returns_the_same_rows(tmp_path, name):
     WRITERS[name](tmp_path / name)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     assert _records(tmp_path / f"{name}.gz") == _records(tmp_path / name)
 
 
-def test_what_is_wrong_in_a_packed_file_is_told_of_that_file(tmp_path):
-    for name, content in (("a.json.gz", b"3"), ("b.csv.gz", b'p\n"'), ("c.parquet.gz", b"PAR1")):
+def test_read_invalid_compressed_file_names_it(tmp_path):
+    for name, content, code in (
+        ("a.json.gz", b"3", "not-json"),
+        ("b.csv.gz", b'p\n"', "invalid-csv"),
+        ("c.parquet.gz", b"PAR1", "unreadable-table"),
+    ):
         (tmp_path / name).write_bytes(gzip.compress(content))
-        with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))} "):
+        with pytest.raises(DataError, match=rf"^{re.escape(str(tmp_path / name))} .*\[{code}\]"):
             _records(tmp_path / name)
 
 
-def test_a_folder_of_save_to_disk_holds_its_data_set_and_nothing_else(tmp_path):
-    """Oracle: the rows of the library's data set, in its order. What is mapped later leaves a cache beside its files."""
+def test_read_folder_of_save_to_disk_returns_only_its_data_set(tmp_path):
+    """Oracle: the rows of the library's data set, in its order. `map` leaves a cache beside its files."""
     dataset = datasets.Dataset.from_list(ROWS).shuffle(seed=1)
     dataset.save_to_disk(str(tmp_path / "saved"), num_shards=2)
     _arrow(tmp_path / "saved" / "cache-0123.arrow")
     assert [dict(record.value) for record in _records(tmp_path / "saved")] == dataset.to_list()
 
 
-def test_a_saved_data_set_of_several_splits_is_refused_with_their_names(tmp_path):
+def test_read_saved_data_set_of_several_splits_names_them(tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match="name one split of it: saved/test, saved/train"):
+    with pytest.raises(DataError, match=r"saved/test, saved/train \[dataset-dict\]"):
         _records(tmp_path / "saved")
     assert len(_records(tmp_path / "saved" / "test")) == len(ROWS)
 
 
 @pytest.mark.parametrize("state", ["{", "{}", '{"_data_files": [{}]}'])
-def test_a_saved_data_set_without_its_state_is_refused(tmp_path, state):
+def test_read_saved_data_set_with_an_invalid_state_raises(tmp_path, state):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(state)
-    with pytest.raises(DataError, match=r"state\.json is not what `save_to_disk` writes"):
+    with pytest.raises(DataError, match=r"state\.json .*\[bad-dataset-state\]"):
         _records(tmp_path)
 
 
@@ -131,7 +135,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=lambda value: str(value)[:30])
-def test_a_bad_line_spoils_itself_only(tmp_path, line, reason):
+def test_read_bad_line_fails_only_this_row(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n\n' + line + b'\n{"a": 2}')
     first, bad, last = _records(path)
@@ -144,7 +148,7 @@ def test_a_bad_line_spoils_itself_only(tmp_path, line, reason):
 @pytest.mark.parametrize(
     ("line", "reason"), [case for case in BAD_LINES if case[1] is not QuarantineReason.BAD_UNICODE][1:4:2]
 )
-def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
+def test_read_bad_element_of_a_list_fails_only_this_row(tmp_path, line, reason):
     path = tmp_path / "rows.json"
     path.write_bytes(b'[{"a": 1},\n ' + line + b' , {"a": 2}]\n')
     first, bad, last = _records(path)
@@ -154,17 +158,17 @@ def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
-def test_which_name_stands_twice_is_found_in_one_pass(tmp_path, name):
-    """A row of 400,000 bytes, whose last key stood twice, took 11 seconds; one of ten times as many would take 18 minutes."""
+def test_read_duplicate_key_is_found_in_one_pass(tmp_path, name):
+    """Quadratic time would be 11 seconds for a row of 400,000 bytes, and 18 minutes for ten times as many."""
     names, calls = [f"k{n}" for n in range(1000)], []
-    for twice in (names[0], names[0], names[-1]):  # the first reading of a process imports and caches
-        row, header = json.dumps(dict.fromkeys(names))[:-1] + f', "{twice}": 1}}', ",".join([*names, twice])
+    for repeated in (names[0], names[0], names[-1]):  # the first reading of a process imports and caches
+        row, header = json.dumps(dict.fromkeys(names))[:-1] + f', "{repeated}": 1}}', ",".join([*names, repeated])
         (tmp_path / name).write_text(row if name.endswith("jsonl") else header)
-        calls.append(_calls_of_reading(tmp_path / name))
+        calls.append(_count_calls(tmp_path / name))
     assert calls[1] == calls[2]
 
 
-def _calls_of_reading(path: Path) -> int:
+def _count_calls(path: Path) -> int:
     calls = 0
 
     def count(*_: object) -> None:
@@ -180,7 +184,7 @@ def _calls_of_reading(path: Path) -> int:
     return calls
 
 
-def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
+def test_read_csv_row_with_another_number_of_cells_has_a_problem(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('a,b\n1,"2\n"\n\n3\n4,5,6\n')
     assert [(record.line, record.problem and record.problem.reason) for record in _records(path)] == [
@@ -188,7 +192,7 @@ def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
     ]  # fmt: skip
 
 
-def test_folders_and_globs_are_read_in_name_order(tmp_path):
+def test_data_files_of_folders_and_globs_are_in_name_order(tmp_path):
     names = ["a/1.jsonl", "a/z/2.jsonl", "b/3.jsonl", "c.jsonl", "d.ndjson", "e/4.jsonl", "state.json"]
     (tmp_path / "a" / "folder.jsonl").mkdir(parents=True)
     for name in (*names[2::-1], *names[3:], ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
@@ -201,24 +205,24 @@ def test_folders_and_globs_are_read_in_name_order(tmp_path):
 
 @pytest.mark.parametrize("path", ["data", "data/**/*.jsonl", "data/*/*.jsonl", "d*/b/2.jsonl"])
 @pytest.mark.parametrize("mode", [0, 0o444, 0o111])
-def test_a_folder_that_may_not_be_read_is_not_left_out(path, mode):
-    """Training on fewer pairs, and taking them for all."""
+def test_data_files_with_an_unreadable_folder_raises(path, mode):
+    """Training would silently use fewer pairs."""
     with without_privileges() as folder:
         for name in ("a/1.jsonl", "b/2.jsonl", ".hidden/3.jsonl", "lost+found/4"):
             (folder / "data" / name).parent.mkdir(parents=True)
             (folder / "data" / name).write_text("{}\n")
         for name in (".hidden", "lost+found"):
             (folder / "data" / name).chmod(0)
-        whole = [file.path.name for file in data_files(str(folder / path))]
+        names = [file.path.name for file in data_files(str(folder / path))]
         (folder / "data" / "b").chmod(mode)
-        with pytest.raises(DataError, match=r"/data/b cannot be read: Permission denied"):
+        with pytest.raises(DataError, match=r"/data/b .*Permission denied.*\[unreadable-file\]"):
             data_files(str(folder / path))
         for name in (".hidden", "lost+found", "b"):
             (folder / "data" / name).chmod(0o755)
-    assert whole == (["2.jsonl"] if "/b/" in path else ["1.jsonl", "2.jsonl"])
+    assert names == (["2.jsonl"] if "/b/" in path else ["1.jsonl", "2.jsonl"])
 
 
-def test_a_link_to_where_the_user_may_not_go_is_told():
+def test_data_files_with_a_link_to_an_unreadable_folder_raises():
     with without_privileges() as folder:
         for name in ("private", "data"):
             (folder / name).mkdir()
@@ -226,86 +230,86 @@ def test_a_link_to_where_the_user_may_not_go_is_told():
         (folder / "data" / "2.jsonl").symlink_to(folder / "private" / "1.jsonl")
         assert len(data_files(str(folder / "data"))) == 2
         (folder / "private").chmod(0)
-        with pytest.raises(DataError, match=r"/data/2\.jsonl cannot be read: Permission denied"):
+        with pytest.raises(DataError, match=r"/data/2\.jsonl .*Permission denied.*\[unreadable-file\]"):
             data_files(str(folder / "data"))
         (folder / "private").chmod(0o755)
 
 
-def test_the_folder_of_a_glob_may_have_brackets_in_its_own_name(tmp_path):
+def test_data_files_of_a_glob_in_a_folder_with_brackets_finds_them(tmp_path):
     for folder in ("mine [1]", "mine 1"):
         (tmp_path / folder / "part").mkdir(parents=True)
         (tmp_path / folder / "part" / "1.jsonl").write_text("{}\n")
     [file] = data_files(str(tmp_path / "mine [1]" / "p*" / "[12].jsonl"))
     assert (file.name, file.path) == ("part/1.jsonl", tmp_path / "mine [1]" / "part" / "1.jsonl")
-    with pytest.raises(DataError, match=r"mine \[1\]/none\.jsonl does not exist"):
+    with pytest.raises(DataError, match=r"mine \[1\]/none\.jsonl .*\[no-files\]"):
         data_files(str(tmp_path / "mine [1]" / "none.jsonl"))
 
 
-def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp_path):
+def test_read_file_that_changed_since_it_was_hashed_raises_at_its_end(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n')
     file = DataFile(name=path.name, path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
     assert [record.value for record in read_records(file)] == [{"a": 1}]
     path.write_text('{"a": 2}\n')
-    now = hashlib.sha256(path.read_bytes()).hexdigest()
-    words = f"{path} changed while it was read: it was {file.sha256[:12]} and is {now[:12]}"
-    with pytest.raises(DataError, match=re.escape(words)):
+    current = hashlib.sha256(path.read_bytes()).hexdigest()
+    values = rf"{re.escape(str(path))} .*{file.sha256[:12]} .*{current[:12]}.*\[file-changed\]"
+    with pytest.raises(DataError, match=values):
         list(read_records(file))
-    begun = read_records(file)
-    next(begun)
+    rows = read_records(file)
+    next(rows)
     path.unlink()
-    with pytest.raises(DataError, match=f"{path} changed while it was read: No such file or directory; run again"):
-        list(begun)
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))} .*No such file or directory.*\[file-changed\]"):
+        list(rows)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "code", "value"),
     [
-        ("missing.jsonl", None, "does not exist"),
-        ("*.jsonl", None, "matches no file"),
-        ("/dev/null", None, "/dev/null is no regular file; expected a file, a folder or a glob"),
-        ("notes.txt", "x", "'.txt'; expected one of .jsonl"),
-        ("broken.json", '[{"a": 1}, {"a"', "not a complete JSON list"),
-        ("after.json", "[] []", "extra data"),
-        ("text.json", "hello", "expected a JSON list"),
-        ("fake.parquet", "hello", "cannot be read as Parquet"),
-        ("open.csv", 'a\n"x', "is not CSV"),
-        ("cut.csv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "cannot be read: Compressed file ended"),
-        ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "has two columns `chosen`"),
-        ("twice.parquet", _twice(), "has two columns `chosen`"),
+        ("missing.jsonl", None, "no-files", "missing.jsonl"),
+        ("*.jsonl", None, "no-files", "*.jsonl"),
+        ("/dev/null", None, "no-files", "/dev/null"),
+        ("notes.txt", "x", "unknown-extension", "'.txt'; expected one of .jsonl"),
+        ("broken.json", '[{"a": 1}, {"a"', "incomplete-json", "char 15"),
+        ("after.json", "[] []", "incomplete-json", "extra data"),
+        ("text.json", "hello", "not-json", "'hello'"),
+        ("fake.parquet", "hello", "unreadable-table", "as Parquet after row 0"),
+        ("open.csv", 'a\n"x', "invalid-csv", "after line 1"),
+        ("cut.csv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "unreadable-file", "Compressed file ended"),
+        ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "duplicate-column", "`chosen`"),
+        ("twice.parquet", _duplicate_columns(), "duplicate-column", "`chosen`"),
     ],
 )
-def test_an_unusable_place_is_refused_by_name(tmp_path, name, content, words):
+def test_read_unusable_path_names_it(tmp_path, name, content, code, value):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
         _records(tmp_path / name)
-    assert str(tmp_path / name) in str(caught.value)
-    assert words in str(caught.value)
+    assert caught.value.code == code
+    assert str(tmp_path / name) in str(caught.value) and value in str(caught.value)
 
 
-def test_a_folder_without_data_is_refused_with_what_it_holds(tmp_path):
+def test_read_folder_without_data_lists_its_content(tmp_path):
     (tmp_path / "README.md").write_text("x")
-    with pytest.raises(DataError, match=r"no file of the kinds .*README\.md"):
+    with pytest.raises(DataError, match=r"README\.md.*\[no-data-files\]"):
         _records(tmp_path)
 
 
-def test_a_date_that_python_does_not_know_is_told(tmp_path):
+def test_read_date_outside_of_pythons_range_raises(tmp_path):
     table = pa.table({"prompt": ["Why?"], "at": pa.array([2**62], pa.timestamp("us"))})
     pq.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet cannot be read as Parquet after row 0: .*; write it again"):
+    with pytest.raises(DataError, match=r"rows\.parquet .*Parquet after row 0.*\[unreadable-table\]"):
         list(read_records(DataFile(name="rows.parquet", path=tmp_path / "rows.parquet")))
 
 
-def test_a_flipped_bit_ends_no_process(tmp_path):
-    """Arrow trusts a stream's offsets and lengths: one that is wrong reads beyond the data, and ends the process."""
-    _arrow(tmp_path / "whole.arrow")
-    whole, file, refused = (tmp_path / "whole.arrow").read_bytes(), tmp_path / "rows.arrow", 0
-    for at in range(len(whole)):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+def test_read_arrow_with_a_flipped_bit_does_not_crash(tmp_path):
+    """Arrow trusts offsets and lengths. A wrong one reads beyond the data and crashes the process."""
+    _arrow(tmp_path / "intact.arrow")
+    intact, file, errors = (tmp_path / "intact.arrow").read_bytes(), tmp_path / "rows.arrow", 0
+    for at in range(len(intact)):
+        file.write_bytes(intact[:at] + bytes([intact[at] ^ 0x40]) + intact[at + 1 :])
         try:
             list(read_records(DataFile(name="rows.arrow", path=file)))
         except DataError as error:
-            refused += 1
+            errors += 1
             assert str(error).startswith(f"{file} ")
-    assert 0 < refused < len(whole)
+    assert 0 < errors < len(intact)
