@@ -116,9 +116,13 @@ def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
 
 def check_error(message: object, code: str, *values: object) -> None:
     """Check that an error's message ends with its code and holds `values`, whatever its wording is."""
-    text = str(message).strip()
-    assert text.endswith(f"[{code}]"), text
-    assert [value for value in map(str, values) if value not in text] == [], text
+    assert str(message).strip().endswith(f"[{code}]"), message
+    check_values(message, *values)
+
+
+def check_values(message: object, *values: object) -> None:
+    """Check that a message holds `values`, whatever its wording is."""
+    assert [value for value in map(str, values) if value not in str(message)] == [], message
 
 
 def flip(path: Path) -> None:

@@ -83,7 +83,7 @@ def test_gc_with_another_dagster_instance_removes_nothing(checkout):
     [note] = (checkout.home / "records").iterdir()
     with dg.DagsterInstance.local_temp() as other:
         other.report_runless_asset_event(dg.AssetMaterialization(checkout.pipeline.key("policy")))
-        with pytest.raises(StoreError, match=rf"runs were recorded in .*/dagster too; .* or remove {note} if"):
+        with pytest.raises(StoreError, match=rf" \S+/home/dagster, .* {note} .*\[several-instances\]$"):
             collect(checkout.services, other, delete=True)
     assert list(checkout.home.glob("jobs/*"))
     with dg.DagsterInstance.from_config(str(checkout.home / "dagster")) as first:
@@ -110,7 +110,7 @@ def test_gc_with_corrupt_records_removes_nothing(checkout):
     assert {item.kind for item in collect(checkout.services, checkout.instance).garbage} == {"job"}
     [manifest] = checkout.home.glob("store/policy/*/manifest.json")
     flip(manifest)
-    with pytest.raises(CorruptRecord, match=f"{checkout.home}/store/keys/policy/.*; a run of its recipe mends it"):
+    with pytest.raises(CorruptRecord, match=rf"^{checkout.home}/store/keys/policy/.*\[corrupt-record\]$"):
         collect(checkout.services, checkout.instance, delete=True)
     assert manifest.is_file()
 

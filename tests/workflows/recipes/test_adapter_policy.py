@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from assets.pipeline.graph import GRAPH
 from model_registry.model_version import ROLLED_BACK_TAG
-from tests.workflows.homes import write_recipe
+from tests.workflows.homes import check_values, write_recipe
 from tests.workflows.in_process import Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
@@ -101,7 +101,7 @@ def test_verify_reports_a_version_with_other_weights(baseline: Baseline):
         [fault] = [a.fault for a in verify(pipeline, baseline.services, baseline.instance, rows=0).artifacts if a.fault]
     finally:
         file.write_bytes(content)
-    assert fault.startswith("the files of version 1 of adapted hold the weights ")
+    check_values(fault, "version 1 of adapted", " weights ")
 
 
 def test_inspect_scores_a_pair_with_base_and_adapter(baseline: Baseline, peft_model: torch.nn.Module):
@@ -174,4 +174,4 @@ def test_policy_rolled_back_as_an_adapter_does_not_return_merged(baseline: Basel
     report = materialize(load_recipe(folder), baseline.services, baseline.instance)
     assert version.weights in {asset.fingerprint for asset in report.assets if asset.asset == "policy"}
     assert (report.model_version, report.is_champion, registry.champion("adapted")) == ("2", False, None)
-    assert (report.reasons or "").startswith("its policy is that of version 1, which was rolled back; ")
+    assert re.match("its policy .*version 1, .*rolled back.*; ", report.reasons or "")

@@ -15,8 +15,8 @@ from training.contract.config.recipe import Dtype, Tokenization
 from training.contract.config.variants import RecipeDocument
 from workflows.recipes.trl_names import ABSENT, CHOICES, FIELDS
 
-THEIRS = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
-THEIRS |= inspect.signature(DPOTrainer).parameters.keys()
+OF_TRL = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
+OF_TRL |= inspect.signature(DPOTrainer).parameters.keys()
 EARLIER = {"rpo_alpha", "max_prompt_length", "max_completion_length"}
 TABLE = (ROOT / "docs" / "recipe.md").read_text()
 
@@ -24,21 +24,21 @@ TABLE = (ROOT / "docs" / "recipe.md").read_text()
 @pytest.mark.parametrize(("name", "path"), FIELDS.items())
 def test_trl_name_with_a_field_is_in_the_table(name, path):
     """A list is not a valid value of any field: validation then refuses the value, not the name."""
-    assert name in THEIRS | EARLIER
+    assert name in OF_TRL | EARLIER
     *sections, field = path.split(".")
     written: Any = {field: [{0}]}
     for section in reversed(sections):
         written = {section: written}
-    with pytest.raises(ValidationError) as told:
+    with pytest.raises(ValidationError) as caught:
         RecipeDocument.model_validate(written)
-    faults = {fault["type"] for fault in told.value.errors()} - {"missing"}
+    faults = {fault["type"] for fault in caught.value.errors()} - {"missing"}
     assert faults and "extra_forbidden" not in faults
     assert f"`{name}`" in TABLE
 
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_trl_name_without_a_field_is_in_the_table(name):
-    assert name in THEIRS | EARLIER and name not in FIELDS and f"`{name}`" in TABLE
+    assert name in OF_TRL | EARLIER and name not in FIELDS and f"`{name}`" in TABLE
 
 
 def test_trl_choice_leads_to_ours():
