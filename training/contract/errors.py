@@ -8,7 +8,7 @@
     ├── ModelError                weights that are missing, incomplete or of an unsupported kind
     ├── HubError                  a repository of the Hugging Face Hub that cannot be fetched, or has other files than promised
     ├── StoreError                an artifact that cannot be written or published
-    │   └── CorruptArtifact       an artifact whose bytes are not those of its manifest
+    │   └── CorruptArtifact       an artifact whose bytes differ from its manifest
     │       └── CorruptRecord     the record of a derivation is damaged; a run can often write it again
     ├── UnreadableArtifact        the operating system cannot read an artifact now; it may be intact, so this is no StoreError
     ├── TrainingError             a run that must not go on: failed reference check, non-finite loss or gradient
@@ -18,9 +18,9 @@
         ├── UnknownModel          it has no model of that name; exit code 2
         └── RegistryUnavailable   no answer, or a failure of the server: it may be back in a moment
 
-Every message names the place, the value found, what was expected and what to do. It ends with the code in brackets, as those
-of mypy do: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`. docs/errors.md lists
-the codes. Programmers' mistakes are `assert`s.
+Every message names the place, the value found, the expected value and the next action. It ends with the code in brackets, like
+a message of mypy: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`. docs/errors.md
+lists the codes. Programmers' mistakes are `assert`s.
 """
 
 import re
@@ -40,9 +40,9 @@ def without_code(message: str) -> str:
 
 
 class PedigreeError(Exception):
-    """An error with a stable `code`. By default it is that of the class.
+    """An error with a stable `code`, by default the code of its class.
 
-    A message that ends with the code of another error, as one that repeats it does, keeps that code.
+    If the message repeats another error and ends with its code, the error keeps that code.
     """
 
     exit_code = 1
