@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.workflows.homes import Home
+from tests.workflows.homes import Home, check_error, check_values
 from training.contract.identity.software import SOFTWARE
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_shard import open_shard
@@ -53,15 +53,16 @@ def test_refuted_log_probs_are_scored_again_by_one_command(home: Home, first_run
     failed = home.pedigree("run", str(small_recipe), "--json")
     assert failed.returncode == 1
     [policy] = [asset for asset in json.loads(failed.stdout)["assets"] if asset["outcome"] == "failed"]
-    assert policy["asset"] == "policy" and "`pedigree rescore RECIPE` sets them aside" in policy["error"]
+    assert policy["asset"] == "policy"
+    check_error(policy["error"], "reference-check-failed", "`pedigree rescore RECIPE`")
     assert home.pedigree("run", str(small_recipe)).returncode == 1, "it would stay so for ever"
 
     done = home.pedigree("rescore", str(small_recipe), "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["recipe"], told["sequences"], told["shards"]) == ("small", sequences, 1)
-    kept = [path for folder in told["folders"] for path in Path(folder).glob("*/*/manifest.json")]
-    assert [path.parent.name for path in kept if "reference_logprobs" in str(path)] == told["tables"]
+    answer = json.loads(done.stdout)
+    assert (answer["recipe"], answer["sequences"], answer["shards"]) == ("small", sequences, 1)
+    kept = [path for folder in answer["folders"] for path in Path(folder).glob("*/*/manifest.json")]
+    assert [path.parent.name for path in kept if "reference_logprobs" in str(path)] == answer["tables"]
     assert len(kept) == 2 and count(home) == 0
 
     again = home.run(str(small_recipe))
@@ -89,8 +90,8 @@ def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(checkout):
         shutil.copyfile(table.file(TABLE_FILE), staging / TABLE_FILE)
         store.publish(staging, how, JobResult(others, table.details))
     LogprobCache(store, others).add(np.zeros((1, 32), np.uint8), np.ones(1, np.int32), np.zeros(1, np.float32))
-    told = Home(checkout.home).query("rescore", str(checkout.folder))
-    assert told["tables"] == [name] and store.fingerprints("reference_logprobs") == [others]
+    answer = Home(checkout.home).query("rescore", str(checkout.folder))
+    assert answer["tables"] == [name] and store.fingerprints("reference_logprobs") == [others]
     assert store.fingerprints(f"memo/{rule}") == [] and len(store.fingerprints(f"memo/{others}")) == 1
 
 
@@ -99,12 +100,11 @@ def test_rescore_without_log_probs_sets_nothing_aside(checkout):
     assert home.query("rescore", str(checkout.folder))["shards"] > 0
     again = home.invoke("rescore", str(checkout.folder), "--json")
     assert again.exit_code == 2
-    assert "nothing was scored with the reference model" in json.loads(again.stdout.splitlines()[-1])["error"]
-    assert "`pedigree run " in json.loads(again.stdout.splitlines()[-1])["error"]
+    check_error(json.loads(again.stdout.splitlines()[-1])["error"], "no-scores", "`pedigree run ")
 
 
 def test_rescore_prints_counts_folder_and_next_step(checkout):
-    said = Home(checkout.home).invoke("rescore", str(checkout.folder)).output
-    assert "Set aside: the log-probs of " in said and "and 1 table made of them" in said
-    assert str(checkout.home / "store" / "corrupt" / "memo") in said
-    assert f"The next `pedigree run {checkout.pipeline.argument}` scores them again." in said
+    sequences = count(Home(checkout.home))
+    output = Home(checkout.home).invoke("rescore", str(checkout.folder)).output
+    check_values(output, f"{sequences:,} sequences", "1 table ", checkout.home / "store" / "corrupt" / "memo")
+    check_values(output, "`pedigree gc --delete`", f"`pedigree run {checkout.pipeline.argument}`")

@@ -8,6 +8,7 @@ import mlflow.transformers
 import pytest
 from mlflow import MlflowClient
 
+from tests.workflows.homes import check_error
 from tests.workflows.recipes.test_discovery import EXPECTED
 
 pytestmark = pytest.mark.slow
@@ -140,15 +141,14 @@ def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, smal
     [whole] = home.query("compare", str(small_recipe))["recipes"]
     assert (whole["pairs"], whole["notes"]) == (report["metrics"]["eval/pairs"], [])
     part = home.invoke("compare", str(small_recipe), "--source", "poems")
-    assert (
-        part.exit_code == 2 and "`poems` is the name of no source that it was evaluated on (names: none)" in part.stderr
-    )
+    assert part.exit_code == 2
+    check_error(part.stderr, "unknown-source-name", "`poems`", "(names: none)")
 
 
 def test_unwritable_page_is_reported_with_its_path(materialized, small_recipe):
     done = materialized[0].invoke("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert "error: `--html /dev/null/page.html` cannot be written: /dev/null: " in done.stderr
+    check_error(done.stderr, "unwritable-file", "`--html /dev/null/page.html`", " /dev/null: ")
     assert "PEDIGREE_HOME" not in done.stderr, "the page is not the cause"
 
 
@@ -165,4 +165,5 @@ def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
             assert (row[side]["policy_logprob"] is None) == (row["split"] == "train")
     for beyond in ("9999", str(10**20)):
         done = home.invoke("inspect", str(small_recipe), "--row", beyond)
-        assert done.exit_code == 2 and f"there is no row {beyond} in raw_preferences" in done.stderr
+        assert done.exit_code == 2
+        check_error(done.stderr, "unknown-row", "raw_preferences", f" {beyond}")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.workflows.commands.test_run import steps_of
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, check_values, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 SECONDS_TO_END = 60.0  # twice the grace period for saving a checkpoint, which a slow disk may need
@@ -67,8 +67,8 @@ def until_steps(home: Path, count: int) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, number):
-    home, told, said = without_policy, tmp_path / "stdout", tmp_path / "stderr"
-    with open(told, "wb") as stdout, open(said, "wb") as stderr:
+    home, output, log = without_policy, tmp_path / "stdout", tmp_path / "stderr"
+    with open(output, "wb") as stdout, open(log, "wb") as stderr:
         process = subprocess.Popen(
             [PEDIGREE, "run", str(long_recipe), "--json"],
             env=home.environment,
@@ -88,11 +88,11 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     assert left == []
     process.wait(60)
     if number == signal.SIGINT:
-        last = json.loads(told.read_text())["assets"][-1]
+        last = json.loads(output.read_text())["assets"][-1]
         assert (last["asset"], last["outcome"]) == ("policy", "failed")
         assert_cancelled(home.path, last["error"], f"`pedigree run {long_recipe}`")
         assert last["fingerprint"] is None
-        assert process.returncode == 1 and "Traceback" not in said.read_text()
+        assert process.returncode == 1 and "Traceback" not in log.read_text()
 
 
 def assert_cancelled(home: Path, error: str, command: str) -> None:
@@ -105,9 +105,7 @@ def assert_cancelled(home: Path, error: str, command: str) -> None:
     assert dg.DagsterEventType.RUN_FAILURE not in {event.event_type for event in events}
     last = max(home.glob("jobs/policy-*/checkpoints/*/step-*[0-9]"))
     step, folder = int(last.name.removeprefix("step-")), last.parents[2]
-    assert error == (
-        f"interrupted; the checkpoint of step {step:,} is saved in {folder}, and {command} goes on from step {step:,}"
-    )
+    check_values(error, "interrupted", f"checkpoint of step {step:,} ", folder, command)
 
 
 def test_killed_run_resumes_from_its_checkpoint(small_recipe, without_policy, materialized):

@@ -268,7 +268,7 @@ def test_unrunnable_checks_are_refused_with_their_file(beside, run, first):
     (beside / "quality.py").write_text(first)
     if first == SOURCE:
         (beside / "copy.py").write_text(SOURCE)
-    with pytest.raises(UsageError, match=rf"small .*{beside}.*\[wrong-user-checks\]"):
+    with pytest.raises(UsageError, match=rf"(?s)^small .*{beside}: .*\[wrong-user-checks\]"):
         run(asset="preference_source")
 
 
