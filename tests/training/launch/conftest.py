@@ -1,4 +1,4 @@
-"""Jobs that do what a test asks, by the programs in `programs/`; and another machine, which is this one over ssh."""
+"""Jobs that run the programs in `programs/`, and a second machine: this one over ssh."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ from training.contract.config.recipe import Compute
 from training.contract.protocol.job import Job
 
 PROGRAMS = Path(__file__).parent / "programs"
-# The programs, and the package that is tested.
+# The programs and the tested package.
 PYTHONPATH = os.pathsep.join([str(PROGRAMS), str(Path(training.__file__).parents[1])])
-_SSHD = "/usr/sbin/sshd"  # it starts itself again for each connection, which needs the whole path
+_SSHD = "/usr/sbin/sshd"  # sshd starts itself again for each connection, so it needs an absolute path
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="session")
 def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """The words that run a command over ssh, with nothing of this environment but the path of the package.
+    """Return the arguments that run a command over ssh. It gets only PYTHONPATH and the threads of this environment.
 
-    The server is a process of this user with keys of its own. It ends with the tests.
+    The server is a process of this user with its own keys. It ends with the tests.
     """
     if not all(shutil.which(program) for program in (_SSHD, "ssh", "ssh-keygen")):
-        pytest.fail("another machine is played by an ssh server: apt-get install -y openssh-client openssh-server")
+        pytest.fail("these tests need an ssh server: apt-get install -y openssh-client openssh-server")
     folder, port = tmp_path_factory.mktemp("sshd"), _free_port()
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
@@ -68,7 +68,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     known = f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}"
     (folder / "known").write_text(known)
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # where root's server locks its helper in; a reboot takes it away
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs this folder if root starts it; a reboot removes it
     options = ["ListenAddress=127.0.0.1", f"Port={port}", f"HostKey={folder / 'host'}", "StrictModes=no"]
     options += [f"AuthorizedKeysFile={folder / 'authorized'}", "PidFile=none", "UsePAM=no", "PermitRootLogin=yes"]
     client = ["ssh", "-F", "none", "-T", "-p", str(port), "-i", str(folder / "user")]
@@ -90,5 +90,5 @@ def _wait_for_answer(client: list[str], server: "subprocess.Popen[bytes]") -> No
             return
         time.sleep(0.05)
     server.terminate()
-    _, said = server.communicate()
-    pytest.fail(f"the ssh server for the tests does not let us in: {answer.stderr} It says: {said.decode()}")
+    _, output = server.communicate()
+    pytest.fail(f"the ssh server of the tests refuses the login: {answer.stderr} Its output: {output.decode()}")

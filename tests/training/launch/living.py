@@ -1,4 +1,4 @@
-"""Which processes of a job still live, and what it says first."""
+"""The processes of a job that still run, and its first event."""
 
 import time
 from pathlib import Path
@@ -8,17 +8,17 @@ from training.contract.protocol.job import Job
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of `pids` that still run; a dead process that nobody has waited for does not."""
-    found = []
+    """Return the processes that still run. A zombie does not run."""
+    running = []
     for pid in pids:
         stat = Path(f"/proc/{pid}/stat")
         if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            found.append(pid)
-    return found
+            running.append(pid)
+    return running
 
 
 def all_gone(pids: list[int]) -> bool:
-    """Whether they end by themselves; in a minute, since a busy machine may take longer than they do."""
+    """Return whether all processes end within a minute. On a busy machine they end late."""
     deadline = time.monotonic() + 60
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -31,4 +31,4 @@ def first_event(job: Job) -> Event:
         for event in read_events(job.events):
             return event
         time.sleep(0.05)
-    raise AssertionError(f"no event within 120 seconds; the log says\n{job.log.read_text()}")
+    raise AssertionError(f"no event within 120 seconds; the log:\n{job.log.read_text()}")

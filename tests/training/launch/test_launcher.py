@@ -1,4 +1,4 @@
-"""run_job with real processes: events while they run, the cause when they fail, nothing left when they are cancelled."""
+"""run_job with real processes: events during the run, the cause of a failure, and no process left after it."""
 
 import shutil
 import signal
@@ -34,8 +34,8 @@ def failure(job: Job) -> str:
     return str(caught.value)
 
 
-def test_events_arrive_while_the_job_runs(make_job: MakeJob) -> None:
-    """The job takes its second step only once its first one was answered."""
+def test_run_job_passes_events_during_the_run(make_job: MakeJob) -> None:
+    """The job takes its second step only after an answer to its first."""
     job = make_job("answered")
     steps: list[int] = []
 
@@ -48,7 +48,7 @@ def test_events_arrive_while_the_job_runs(make_job: MakeJob) -> None:
 
 
 class LastMoment:
-    """A job, by the protocols of a launcher and its handle, that tells an event and ends just before it is asked."""
+    """A launcher and its handle. The job writes an event and ends just before `poll` returns."""
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> "LastMoment":
         self.events, self.log = job.events, job.log
@@ -62,54 +62,56 @@ class LastMoment:
         pass
 
 
-def test_what_is_told_at_the_last_moment_arrives(make_job: MakeJob) -> None:
-    heard: list[str] = []
-    run_job(LastMoment(), make_job("status"), lambda event: heard.append(event["text"]))
-    assert heard == ["done"]
+def test_run_job_passes_an_event_written_just_before_the_end(make_job: MakeJob) -> None:
+    texts: list[str] = []
+    run_job(LastMoment(), make_job("status"), lambda event: texts.append(event["text"]))
+    assert texts == ["done"]
 
 
-def test_exit_status_and_last_lines_when_nobody_says_why(make_job: MakeJob) -> None:
+def test_run_job_failure_without_a_cause_has_the_status_and_the_end_of_the_log(make_job: MakeJob) -> None:
     job = make_job("status")
     message = failure(job)
-    assert "the policy job failed: exit status 3" in message
-    assert str(job.log) in message
-    assert "the last thing it said" in message
+    assert all(value in message for value in ("policy job", "exit status 3", str(job.log), "    last line"))
 
 
-def test_signal_is_named(make_job: MakeJob) -> None:
-    assert "it was ended by SIGSEGV" in failure(make_job("segfault"))
+def test_run_job_failure_names_the_signal(make_job: MakeJob) -> None:
+    assert "SIGSEGV" in failure(make_job("segfault"))
 
 
-def test_failure_is_reported_as_its_message(make_job: MakeJob) -> None:
+def test_run_job_failure_has_the_message_of_the_job(make_job: MakeJob) -> None:
     job = make_job("data_error")
-    assert failure(job) == f"row 7 is not a pair; the policy job failed, whose log is {job.log}"
+    message = failure(job)
+    assert message.startswith("row 7 is not a pair; ")
+    assert str(job.log) in message and "rank" not in message
 
 
-def test_on_several_nodes_the_rank_is_found_and_its_node_named(make_job: MakeJob) -> None:
-    """Though the other node's report stands between; with one process a node, rank 0 is of node 0."""
+def test_run_job_failure_on_several_nodes_names_rank_and_node(make_job: MakeJob) -> None:
+    """A line of the other node is between the lines of the report. With one process per node, rank 0 is on node 0."""
     assert "rank 0 was ended by SIGKILL" in failure(make_job("report"))
-    assert "row 7 is not a pair; rank 0 (node 0) of the policy job failed" in failure(make_job("data_error", nodes=2))
+    message = failure(make_job("data_error", nodes=2))
+    assert message.startswith("row 7 is not a pair; rank 0 (node 0)")
 
 
-def test_a_rank_that_was_killed_since_it_did_not_hear_is_not_the_cause(make_job: MakeJob) -> None:
+def test_run_job_failure_names_the_crashed_rank_not_the_killed_ones(make_job: MakeJob) -> None:
+    """torchrun kills the other ranks if they ignore SIGTERM."""
     assert "rank 1 was ended by SIGSEGV" in failure(make_job("report_of_deaf_ranks"))
 
 
-def test_failure_cut_short_falls_back_to_the_exit_status(make_job: MakeJob) -> None:
+def test_run_job_failure_with_an_incomplete_cause_has_the_status(make_job: MakeJob) -> None:
     assert "exit status 1" in failure(make_job("half_a_failure"))
 
 
-def test_what_an_earlier_attempt_said_is_gone(make_job: MakeJob) -> None:
+def test_run_job_removes_error_and_events_of_an_earlier_attempt(make_job: MakeJob) -> None:
     failure(make_job("data_error"))
     again = make_job("status")
     again.events.write_text('{"event": "step", "step": 9, "loss": 1.0}\n')
-    heard: list[Event] = []
+    events: list[Event] = []
     with pytest.raises(JobFailed, match="exit status 3"):
-        run_job(LAUNCHER, again, heard.append)
-    assert heard == [] and again.events.read_text() == ""
+        run_job(LAUNCHER, again, events.append)
+    assert events == [] and again.events.read_text() == ""
 
 
-def test_events_of_a_job_with_checkpoints_stay(make_job: MakeJob) -> None:
+def test_run_job_with_checkpoints_keeps_events(make_job: MakeJob) -> None:
     job = make_job("answered")
     job.checkpoints.mkdir(parents=True)
     (job.folder / "answer").touch()
@@ -117,8 +119,8 @@ def test_events_of_a_job_with_checkpoints_stay(make_job: MakeJob) -> None:
     assert [event["step"] for event in run(job)] == [0, 1, 2]
 
 
-def test_signals_are_restored(make_job: MakeJob) -> None:
-    """A shell's background job has SIGINT ignored; here SIGTERM is ignored as well and SIGUSR1 blocked."""
+def test_run_job_restores_signals_for_the_job(make_job: MakeJob) -> None:
+    """A background job of a shell ignores SIGINT. This test also ignores SIGTERM and blocks SIGUSR1."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
@@ -130,8 +132,8 @@ def test_signals_are_restored(make_job: MakeJob) -> None:
     assert (note["interrupt"], note["terminate"], note["blocked"]) == (True, True, [])
 
 
-def test_where_another_users_ranks_met_does_not_stop_the_next_ones(make_job: MakeJob, monkeypatch) -> None:
-    """torchrun makes a folder of 0700 there, which stays when everything is killed. Played, since root may remove it."""
+def test_run_job_with_a_rendezvous_folder_of_another_user_moves_it(make_job: MakeJob, monkeypatch) -> None:
+    """torchrun makes a folder with mode 0700, and a kill leaves it. root could remove it, so the test replaces rmtree."""
     job = make_job("signals")
     left = job.folder / "rendezvous" / "none_abc" / "ranks"
     left.parent.mkdir(parents=True)
@@ -143,15 +145,15 @@ def test_where_another_users_ranks_met_does_not_stop_the_next_ones(make_job: Mak
     assert [path.name for path in job.folder.rglob("ranks")] == ["ranks"]
 
 
-def test_of_where_the_ranks_met_nothing_is_left(make_job: MakeJob) -> None:
+def test_run_job_removes_the_rendezvous_folder(make_job: MakeJob) -> None:
     job = make_job("signals")
     run(job)
     assert list(job.folder.glob("rendezvous*")) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: type[BaseException]) -> None:
-    """Below the job there is an orphan in another session that ignores SIGTERM; it is gone when the exception is out."""
+def test_run_job_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: type[BaseException]) -> None:
+    """The job has an orphan in another session that ignores SIGTERM. It too ends before the exception is raised."""
     job = make_job("orphan")
     pids: list[int] = []
 
@@ -168,7 +170,7 @@ def test_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: ty
     assert not is_held(started)
 
 
-def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) -> None:
+def test_start_job_holds_the_lock_after_its_launcher_released_it(make_job: MakeJob) -> None:
     job = make_job("answered")
     write_job(job)
     with Store(job.store).lock("policy", "key") as lock:
@@ -181,7 +183,7 @@ def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) ->
     assert not is_held(path)
 
 
-def test_cancel_may_be_called_again(make_job: MakeJob) -> None:
+def test_cancel_may_be_called_twice(make_job: MakeJob) -> None:
     job = make_job("answered")
     write_job(job)
     handle = LAUNCHER.start(job)

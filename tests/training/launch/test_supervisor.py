@@ -1,4 +1,4 @@
-"""The supervisor, in a process of its own: a signal is never lost, whenever it comes."""
+"""Tests of the supervisor in its own process: no signal is lost."""
 
 import os
 import signal
@@ -23,18 +23,18 @@ sys.exit(supervise(1.0, {SLEEP!r}, os.environ))
 
 
 @pytest.mark.parametrize("hook", ["before", "after_in_parent"])
-def test_a_signal_while_the_command_is_forked_is_not_lost(hook: str):
-    """Python ignores what is raised in a hook of fork, such as the exit that a signal asks for: a job went on for ever."""
+def test_supervise_a_signal_during_fork_ends_the_command(hook: str):
+    """Python ignores an exception in a hook of fork, such as the exit after a signal. The job would never end."""
     program = [sys.executable, "-P", "-c", SIGNALLED_IN_A_FORK.format(hook=hook)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:  # closing its input would end it as well
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:  # closing its input would end it too
         try:
             assert supervisor.wait(30) == 128 + signal.SIGTERM
         finally:
             supervisor.kill()
 
 
-def test_a_second_signal_does_not_interrupt_what_the_first_began():
-    """The command takes its time to end, since it ignores SIGTERM until it is killed after the grace of a second."""
+def test_supervise_a_second_signal_does_not_stop_the_cleanup():
+    """The command ignores SIGTERM. The supervisor kills it after the grace period of one second."""
     stubborn = [
         sys.executable,
         "-c",
@@ -47,16 +47,16 @@ def test_a_second_signal_does_not_interrupt_what_the_first_began():
         supervisor.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         supervisor.send_signal(signal.SIGINT)
-        assert supervisor.stdout.read() == b"", "the command holds the pipe as long as it lives"
+        assert supervisor.stdout.read() == b"", "the command holds the pipe while it runs"
     assert supervisor.returncode == 128 + signal.SIGTERM
 
 
-# Who was told to end with its parent, and is slow to: here it is never told.
+# Turns off the signal at the death of its parent. It stands for a process that ends slowly.
 OUTLIVES = "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); print(os.getpid(), flush=True); time.sleep(600)"
 
 
-def test_what_outlives_its_supervisor_holds_the_lock(tmp_path: Path):
-    """A second writer waits until the last process of the first is gone."""
+def test_supervise_a_command_that_outlives_the_supervisor_holds_the_lock(tmp_path: Path):
+    """A second writer waits until the last process of the first writer ends."""
     program = [sys.executable, "-P", "-m", "training.launch.supervisor", "1", sys.executable, "-c", OUTLIVES]
     held = tmp_path / "key.lock"
     with locked(held) as file:

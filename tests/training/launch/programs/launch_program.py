@@ -1,6 +1,6 @@
-"""A launching process of its own, to be killed by a test: runs the job whose job.json is given, under the key's lock.
+"""A launching process that a test may kill: it runs a job and holds the lock of its key.
 
-The other arguments are the module that ranks run and the file that lists the nodes, which one node needs not.
+Arguments: job.json, the module that ranks run, and nodes.yaml, or `-` for one node.
 """
 
 import sys

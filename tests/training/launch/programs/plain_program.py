@@ -1,4 +1,4 @@
-"""One light process that does what `settings["act"]` says: how the outside of a job behaves, without torch."""
+"""A job of one small process without torch. `settings["act"]` selects its behavior."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure, Job
 from training.launch.process_tree import ancestors
 
-# Ignores SIGTERM, in a session of its own, and its parent is gone: what a signal to a process group would miss.
+# An orphan in its own session that ignores SIGTERM. A signal to the process group would miss it.
 _STUBBORN_ORPHAN = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); "
     "os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
@@ -24,7 +24,7 @@ def main() -> None:
     events = EventWriter(None if rank else job.events, keep=job.checkpoints.exists())
     act = job.settings["act"]
     if act == "status":
-        sys.stdout.write("the last thing it said\n")
+        sys.stdout.write("last line\n")
         sys.exit(3)
     if act == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -36,14 +36,14 @@ def main() -> None:
         job.error.write_text(failure.model_dump_json())
         sys.exit(1)
     if act == "report":
-        # as torchrun ends on node 1, where it was told to end, and on node 0, where rank 0 was killed
+        # torchrun's reports if rank 0 on node 0 was killed and node 1 was ended by SIGTERM
         sys.stdout.write(
             "[node 1]   rank      : 1 (local_rank: 0)\n[node 0]   rank      : 0 (local_rank: 0)\n"
             "[node 1]   exitcode  : -15 (pid: 12)\n[node 0]   exitcode  : -9 (pid: 11)\n"
         )
         sys.exit(1)
     if act == "report_of_deaf_ranks":
-        # as torchrun ends where rank 1 crashed and the others did not hear SIGTERM: the root cause is last
+        # torchrun's report if rank 1 crashed and the others ignored SIGTERM: the root cause is last
         ended = [(0, 9), (2, 9), (1, 11)]
         entries = [
             f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : -{number} (pid: 1)\n" for rank, number in ended

@@ -1,6 +1,6 @@
-"""training.main with other work in place of the policy's: what `settings["act"]` says, on every rank of a real launcher.
+"""training.main with other work for the policy job, on every rank of a real launcher. `settings["act"]` selects the work.
 
-A rank so imports torch, but not what training needs, which takes longer than everything that is done here.
+A rank imports torch, but not the modules of training: they take longer than all the work here.
 """
 
 import json
@@ -41,7 +41,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
 
 
 def exchange(job: Job, group: Group) -> JobResult:
-    """Every collective once; what each rank got, as JSON in the job's folder."""
+    """Call every collective once. Write the results of each rank as JSON to the job's folder."""
     own = group.rank + 1
     rows = {
         "unequal": torch.arange(own * 2).view(own, 2) + 10 * own,
@@ -56,12 +56,11 @@ def exchange(job: Job, group: Group) -> JobResult:
     got["broadcast"] = torch.tensor([7, 8]) * own
     assert group.sum_(got["sum"]) is got["sum"]
     assert group.broadcast_(got["broadcast"]) is got["broadcast"]
-    told: dict[str, Any] = {name: tensor.tolist() for name, tensor in got.items()}
+    report: dict[str, Any] = {name: tensor.tolist() for name, tensor in got.items()}
     mesh = mesh_of(group, {"all": group.world, "alone": 1})
     backends = {name: mesh[name].get_group()._get_backend(group.device) for name in ("all", "alone")}
-    told["waits"] = {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
-    text = json.dumps(told)
-    (job.folder / f"got-{group.rank}.json").write_text(text)
+    report["waits"] = {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
+    (job.folder / f"got-{group.rank}.json").write_text(json.dumps(report))
     return JobResult(fingerprint="e" * 64)
 
 
