@@ -1,4 +1,4 @@
-"""Runs the three data jobs as a launched process would, each in a store of its own."""
+"""Run the three data jobs in this process, each in its own store."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ CHATML = (
 
 
 class Done:
-    """What a job left: its artifact, its events and its tables."""
+    """The result of a job: its artifact, its events and its tables."""
 
     def __init__(self, made: Artifact, job: Job):
         self.made, self.folder, self.events = made, made.folder, job.events
@@ -33,7 +33,7 @@ class Done:
         return self.made.details
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """Its rows, without what is absent in them."""
+        """Return the rows of a file, without null fields."""
         return [without_nulls(row) for row in pq.read_table(self.folder / name).to_pylist()]
 
     @property
@@ -45,12 +45,12 @@ class Workshop:
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
 
-    def _run(self, kind: JobKind, artifact: str, settings: dict[str, Any], **given: dict[str, Any]) -> Done:
+    def _run(self, kind: JobKind, artifact: str, settings: dict[str, Any], **options: dict[str, Any]) -> Done:
         self.count += 1
-        place = general.Workshop(self.folder / str(self.count))
-        inputs = place.source(given["counted"]) if kind == "preferences" else given.get("inputs", {})
-        job = place.job(kind, artifact, inputs, settings, given.get("locations"))
-        return Done(place.do(job), job)
+        workshop = general.Workshop(self.folder / str(self.count))
+        inputs = workshop.source(options["counted"]) if kind == "preferences" else options.get("inputs", {})
+        job = workshop.job(kind, artifact, inputs, settings, options.get("locations"))
+        return Done(workshop.do(job), job)
 
     def preferences(
         self,
@@ -60,10 +60,7 @@ class Workshop:
         listed: list[list[DataFile]] | None = None,
         counted: dict[str, int | None] | None = None,
     ) -> Done:
-        """The job on `sources`: on the files `listed` for each of them, or on what they stand for now.
-
-        `counted`: how many rows the files were found to have.
-        """
+        """Run the job on `sources`, or on the files `listed` for each source. `counted` has the number of rows by file."""
         settings = {
             "formats": [source.get("format", "auto") for source in sources],
             "validation_fraction": fraction,
@@ -83,11 +80,11 @@ class Workshop:
         )
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
-        """`preferences` over rows written as JSON lines; text is written as it is."""
+        """Run `preferences` on rows written as JSON lines. A text is written as it is."""
         return self.preferences({**self.source(rows), "format": format}, fraction=fraction)
 
     def source(self, rows: list[Any]) -> dict[str, Any]:
-        """A source of rows written as JSON lines; text is written as it is."""
+        """Return a source of rows written as JSON lines. A text is written as it is."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"rows{self.count}.jsonl"
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -95,7 +92,7 @@ class Workshop:
         return {"path": str(path)}
 
     def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
-        """The job on these files, with the hashes that they have now unless `settings` hold others."""
+        """Run the job on these files, with their current hashes unless `settings` has others."""
         rules = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
         defaults = {**rules, **general.hashes_of(tokenizer, chat_template)}
         return self._run(

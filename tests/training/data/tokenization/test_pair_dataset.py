@@ -1,4 +1,4 @@
-"""The reader of tokenized pairs: what was written comes back, in however many batches, and nothing else opens."""
+"""The reader of tokenized pairs: round trips in any number of batches, and errors for other files."""
 
 import tempfile
 from pathlib import Path
@@ -34,7 +34,7 @@ def _line(row: int, pair: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(PAIR, max_size=4), max_size=4))
-def test_round_trip(batches):
+def test_open_returns_the_written_pairs(batches):
     lines, row = [], 0
     for batch in batches:
         lines.append([_line(row + n, pair) for n, pair in enumerate(batch)])
@@ -57,7 +57,7 @@ def test_round_trip(batches):
                 assert pairs.prompt_ids(index) == line["chosen_ids"][: line["prompt_length"]]
 
 
-def test_sequences_may_be_changed_without_touching_the_file(tmp_path):
+def test_sequence_is_a_copy(tmp_path):
     pair = {"prompt": [(1, False)], "chosen": [(2, True)], "rejected": [(3, True)], "split": "train"}
     _write(tmp_path, [[_line(0, pair)]])
     Pairs.open(tmp_path).sequence(0, "chosen").ids_T[0] = 9
@@ -65,20 +65,20 @@ def test_sequences_may_be_changed_without_touching_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("index", [-1, 1])
-def test_an_index_outside_is_an_error(tmp_path, index):
+def test_sequence_of_an_index_outside_raises(tmp_path, index):
     pair = {"prompt": [(1, False)], "chosen": [(2, True)], "rejected": [(3, True)], "split": "train"}
     _write(tmp_path, [[_line(0, pair)]])
     with pytest.raises(IndexError):
         Pairs.open(tmp_path).sequence(index, "chosen")
 
 
-def test_other_files_are_refused_by_name(tmp_path):
-    with pytest.raises(DataError, match=r"pairs\.arrow does not hold tokenized pairs"):
+def test_open_other_files_names_them(tmp_path):
+    with pytest.raises(DataError, match=r"pairs\.arrow .*\[not-tokenized-pairs\]"):
         Pairs.open(tmp_path)
     (tmp_path / "pairs.arrow").write_bytes(b"not arrow at all")
-    with pytest.raises(DataError, match="materialize tokenized_pairs"):
+    with pytest.raises(DataError, match=r"pairs\.arrow .*\[not-tokenized-pairs\]"):
         Pairs.open(tmp_path)
     with pa.ipc.new_stream(str(tmp_path / "pairs.arrow"), pa.schema([("row", pa.int64())])):
         pass
-    with pytest.raises(DataError, match=r"columns \['row'\]"):
+    with pytest.raises(DataError, match=r"pairs\.arrow .*\['row'\].*\[not-tokenized-pairs\]"):
         Pairs.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Which pairs are tokenized again after an upgrade."""
+"""The sample of pairs that is tokenized again after an upgrade."""
 
 import itertools
 
@@ -19,9 +19,9 @@ def pairs_of(lengths: list[tuple[int, int]]) -> Pairs:
 
 def test_sample_is_sample_positions_over_the_lengths_of_the_longer_response():
     lengths = [(1 + 7 * n % 1000, 3) for n in range(1000)]
-    found = _sample_positions(pairs_of(lengths))
-    longest = sorted(max(lengths[at]) for at in found)
-    assert len(set(found)) == COMPARED == 64
+    sample = _sample_positions(pairs_of(lengths))
+    longest = sorted(max(lengths[at]) for at in sample)
+    assert len(set(sample)) == COMPARED == 64
     assert longest[0] == 3 and longest[-1] == 1000
     assert max(b - a for a, b in itertools.pairwise(longest)) <= 1000 / 63 + 1
 
