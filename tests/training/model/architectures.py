@@ -1,5 +1,6 @@
-"""Tiny models of many architectures, with random weights, windows shorter than the sequences where they have windows, and
-everything switched on that could tell one sequence from another; and what plain transformers says of a sequence.
+"""Tiny models of many architectures with random weights, test sequences, and log-probs of plain transformers.
+
+Sliding windows are shorter than the sequences. All features that could break the sharing of prefixes are enabled.
 """
 
 from typing import Any
@@ -37,7 +38,7 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-# What these models are built of: latent keys and values, experts by groups, experts, and numbers that scale what flows.
+# Parts of the configs: latent keys and values, experts by groups, experts, and scales of activations.
 LATENT = {
     "head_dim": 4,
     "num_key_value_heads": 4,
@@ -160,7 +161,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_neox", "parallel", {"hidden_dropout": 0.0}),
 ]  # fmt: skip
 
-# Models that take images or sound as well: what is to be changed in the config of their language model.
+# Models for images or sound as well, with changes of the config of their language model.
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 HALF_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 LINEAR = {
@@ -195,7 +196,7 @@ MULTIMODAL: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_vl_moe", "experts", SECTIONS | EXPERTS | {"sliding_window": WINDOW}),
     ("voxtral", "sound", {"model_type": "llama"}),
 ]
-# The other parts, as small as can be; a config takes of these what it knows.
+# Small sizes of the other parts. A config uses only the fields it knows.
 OTHERS: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8, "head_dim": 8, "depth": 1, "num_heads": 2, "embed_dim": 16, "out_hidden_size": 32,
@@ -220,7 +221,7 @@ def build_multimodal(kind: str, changes: dict[str, Any]) -> PreTrainedModel:
 
 
 def away_from_one(model: PreTrainedModel) -> PreTrainedModel:
-    """Move norms and biases away from one and zero, which would hide a mistake."""
+    """Move norms and biases away from one and zero: these values could hide an error."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -229,7 +230,7 @@ def away_from_one(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def groups() -> list[list[TokenSequence]]:
-    """A pair, three responses, one, a response within another, and two alike; prefixes that reach into responses."""
+    """Return a pair, three responses, one, equal and nested ones, and odd masks; some prefixes reach into responses."""
     random = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is prefetched: in order, one at a time and while the one before is in use."""
+"""Prefetching: in order, one item ahead, while the previous item is in use."""
 
 import threading
 
@@ -7,23 +7,23 @@ import pytest
 from training.model.device_prefetch import prefetch
 
 
-def test_the_next_is_made_while_one_is_in_use():
-    """Whoever uses item n waits until item n + 1 is there: without a thread that would be for ever."""
-    made = [threading.Event() for _ in range(4)]
+def test_prefetch_computes_the_next_item_while_one_is_in_use():
+    """The user of item n waits for item n + 1: without a thread this would never end."""
+    computed = [threading.Event() for _ in range(4)]
 
     def make_ready(item: int) -> int:
-        made[item].set()
+        computed[item].set()
         return item * item
 
     for item, ready in prefetch(make_ready, range(4)):
         assert ready == item * item
         if item < 3:
-            assert made[item + 1].wait(10)
+            assert computed[item + 1].wait(10)
         if item < 2:
-            assert not made[item + 2].is_set()
+            assert not computed[item + 2].is_set()
 
 
-def test_an_error_comes_in_its_turn():
+def test_prefetch_raises_an_error_when_its_item_is_due():
     used = []
     with pytest.raises(ZeroDivisionError):
         for item, _ in prefetch(lambda item: 1 / item, [2, 1, 0]):
@@ -31,5 +31,5 @@ def test_an_error_comes_in_its_turn():
     assert used == [2, 1]
 
 
-def test_of_nothing_nothing():
+def test_prefetch_without_items_is_empty():
     assert list(prefetch(str, [])) == []

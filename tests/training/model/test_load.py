@@ -1,4 +1,4 @@
-"""Loading refuses what transformers would only warn about; saving gives back what was there."""
+"""Loading raises errors where transformers only warns; saving keeps every bit."""
 
 import json
 from pathlib import Path
@@ -41,19 +41,19 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def test_it_loads_what_is_there_ready_to_score(folder):
+def test_a_loaded_model_has_the_tensors_of_the_file_and_is_in_evaluation_mode(folder):
     model = load_model(folder, "float32", CPU)
     for name, tensor in load_file(folder / WEIGHTS).items():
         assert torch.equal(model.state_dict()[name], tensor)
     assert not model.training and model.config.use_cache is True
 
 
-def test_the_dtype_is_the_one_asked_for(folder):
+def test_the_dtype_of_a_loaded_model_is_the_requested_one(folder):
     assert {p.dtype for p in load_model(folder, "bfloat16", CPU).parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "values"),
     [
         (
             {"model.layers.1.self_attn.q_proj.weight": None},
@@ -65,11 +65,11 @@ def test_the_dtype_is_the_one_asked_for(folder):
     ],
     ids=["missing", "missing head", "surplus", "shape"],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(folder, changes, says):
+def test_missing_surplus_or_misshapen_tensors_raise_with_their_names(folder, changes, values):
     rewrite(folder, **changes)
-    with pytest.raises(ModelError, match=says) as refused:
+    with pytest.raises(ModelError, match=values + r".* \[weights-mismatch\]") as caught:
         load_model(folder, "float32", CPU)
-    assert str(folder) in str(refused.value)
+    assert str(folder) in str(caught.value)
 
 
 class Bomb:
@@ -87,7 +87,7 @@ def test_a_bin_file_is_never_opened(folder, tmp_path, beside_safetensors):
         load_model(folder, "float32", CPU)
     else:
         (folder / WEIGHTS).unlink()
-        with pytest.raises(ModelError, match=r"pytorch_model\.bin; expected \*\.safetensors"):
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin.*\*\.safetensors"):
             load_model(folder, "float32", CPU)
     assert not (tmp_path / "ran").exists()
 
@@ -97,7 +97,7 @@ def test_code_from_the_folder_is_never_run(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"needs code of its own .* never run"):
+    with pytest.raises(ModelError, match=r"auto_map.* \[custom-code\]"):
         load_model(folder, "float32", CPU)
     assert not (tmp_path / "ran").exists()
 
@@ -105,18 +105,18 @@ def test_code_from_the_folder_is_never_run(folder, tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda p: p.write_bytes(p.read_bytes()[:-8]), lambda p: p.write_bytes(b"\xff" * 64)]
 )
-def test_a_truncated_or_foreign_file_is_refused(folder, damage):
+def test_a_truncated_or_foreign_file_raises(folder, damage):
     damage(folder / WEIGHTS)
     with pytest.raises(ModelError, match=str(folder)):
         load_model(folder, "float32", CPU)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
+def test_a_missing_folder_raises(tmp_path):
     with pytest.raises(ModelError, match="nowhere"):
         load_model(tmp_path / "nowhere", "float32", CPU)
 
 
-def test_saving_keeps_every_bit_and_no_trace_of_the_place(folder, tmp_path):
+def test_a_saved_model_keeps_every_bit_and_records_no_path(folder, tmp_path):
     model = load_model(folder, "float32", CPU)
     save_model(model, tmp_path / "saved")
     before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS)
@@ -127,8 +127,8 @@ def test_saving_keeps_every_bit_and_no_trace_of_the_place(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=k) for k, _, c in MULTIMODAL])
-def test_all_parts_of_a_model_are_loaded_and_saved(tmp_path, kind, changes):
-    """Of Qwen 3.5 and Llama 4 transformers also has a causal language model without the part for images."""
+def test_all_parts_of_a_multimodal_model_are_loaded_and_saved(tmp_path, kind, changes):
+    """For Qwen 3.5 and Llama 4, transformers also has a causal language model without images."""
     build_multimodal(kind, changes).save_pretrained(tmp_path / "model")
     save_model(load_model(tmp_path / "model", "float32", CPU), tmp_path / "saved")
     before, after = load_file(tmp_path / "model" / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS)
@@ -137,22 +137,22 @@ def test_all_parts_of_a_model_are_loaded_and_saved(tmp_path, kind, changes):
     assert configs[0]["architectures"] == configs[1]["architectures"]
 
 
-def test_the_architecture_tells_whether_a_model_is_whole(tmp_path):
-    """Somebody may have taken the language model out of a larger one, and kept the larger one's config."""
+def test_architectures_in_the_config_decide_whether_other_parts_are_loaded(tmp_path):
+    """Somebody may extract the language model of a multimodal model, and keep the multimodal config."""
     changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
-    whole = build_multimodal("qwen3_5", changes)
-    whole.save_pretrained(tmp_path)
+    multimodal = build_multimodal("qwen3_5", changes)
+    multimodal.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
-    assert type(load_model(tmp_path, "float32", CPU)) is type(whole)
-    part = AutoModelForCausalLM.from_pretrained(tmp_path)
-    part.save_pretrained(tmp_path)
+    assert type(load_model(tmp_path, "float32", CPU)) is type(multimodal)
+    language_model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    language_model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3_5ForCausalLM"]}))
-    assert type(load_model(tmp_path, "float32", CPU)) is type(part) is not type(whole)
+    assert type(load_model(tmp_path, "float32", CPU)) is type(language_model) is not type(multimodal)
 
 
-def test_what_transformers_has_no_use_for_is_told(tmp_path):
-    """Heads that predict several tokens at once, for example, which it does not load."""
+def test_left_out_returns_tensors_that_transformers_ignores(tmp_path):
+    """For example heads that predict several tokens at once."""
     changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
     build_multimodal("qwen3_5", changes).save_pretrained(folder := tmp_path / "model")
     assert left_out(load_model(folder, "float32", CPU)) == []
@@ -160,8 +160,8 @@ def test_what_transformers_has_no_use_for_is_told(tmp_path):
     assert left_out(load_model(folder, "float32", CPU)) == ["mtp.fc.weight"]
 
 
-def test_of_gpt2_as_it_is_published_the_causal_masks_are_left_out(tmp_path):
-    """Its pattern for them, `attn.bias`, is also in the name of a bias that is loaded; names are those of the body."""
+def test_left_out_returns_the_causal_masks_of_published_gpt2(tmp_path):
+    """Their pattern `attn.bias` also matches a part of a loaded bias's name. Published names lack the body's prefix."""
     build("gpt2", GPT2).save_pretrained(folder := tmp_path / "model")
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     assert "h.0.attn.c_attn.bias" in tensors
@@ -173,21 +173,18 @@ def test_of_gpt2_as_it_is_published_the_causal_masks_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "values"),
     [
-        (
-            {"model_type": "vit", "architectures": ["ViTModel"]},
-            "transformers has no causal language model for ViTConfig",
-        ),
-        ({"hidden_size": "wide"}, "cannot be loaded: .*hidden_size"),
-        ({"num_attention_heads": 3}, "cannot be loaded: .*attention heads"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, r"ViTConfig.* \[unsupported-architecture\]"),
+        ({"hidden_size": "wide"}, r"hidden_size.* \[model-load\]"),
+        ({"num_attention_heads": 3}, r"attention heads.* \[model-load\]"),
     ],
     ids=["not of language", "no number", "no shape"],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_config_that_transformers_cannot_use_is_refused_in_few_words(folder, changes, says, device):
+def test_a_config_that_transformers_cannot_use_raises_a_short_error(folder, changes, values, device):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=says) as refused:
+    with pytest.raises(ModelError, match=values) as caught:
         load_model(folder, "float32", torch.device(device))
-    assert len(str(refused.value)) < 400 + len(str(folder))
+    assert len(str(caught.value)) < 400 + len(str(folder))

@@ -1,4 +1,4 @@
-"""No value of a loaded model lies in a file that somebody else may overwrite; /proc/self/maps says what is mapped."""
+"""The values of a loaded model are not mapped from files, which others may overwrite; /proc/self/maps lists mapped files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +26,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def mapped(folder: Path) -> list[str]:
-    """The files in `folder` that this process maps."""
+    """Return the files in `folder` that this process maps."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
-def overwritten(folder: Path) -> None:
-    """Truncated, then filled, as by `cp`: the kernel then also takes back pages that a process changed for itself."""
+def overwrite(folder: Path) -> None:
+    """Truncate and fill the files, as `cp` does. The kernel then also drops modified pages of a private mapping."""
     for file in folder.glob("*.safetensors"):
         size = file.stat().st_size
         with open(file, "r+b") as opened:
@@ -43,7 +43,7 @@ def values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def in_shards(folder: Path) -> None:
+def split_into_shards(folder: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="5KB")
     (folder / WEIGHTS).unlink(missing_ok=True)
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -58,11 +58,11 @@ LOADS: dict[str, Callable[[Path], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize("arrange", [lambda folder: None, in_shards], ids=["one file", "shards"])
-def test_a_model_keeps_its_values_whatever_becomes_of_its_files(
+@pytest.mark.parametrize("arrange", [lambda folder: None, split_into_shards], ids=["one file", "shards"])
+def test_a_model_keeps_its_values_after_its_files_are_overwritten(
     folder: Path, load: Callable[[Path], PreTrainedModel], arrange: Callable[[Path], None]
 ) -> None:
-    """What is trained of it stays trained: the first half of each tensor, which has pages of its own by then."""
+    """Also trained values: the first half of each tensor."""
     arrange(folder)
     model = load(folder)
     assert mapped(folder) == []
@@ -72,39 +72,39 @@ def test_a_model_keeps_its_values_whatever_becomes_of_its_files(
     before = values(model)
     ids = torch.arange(8)[None]
     logits = model(input_ids=ids).logits
-    overwritten(folder)
+    overwrite(folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(input_ids=ids).logits, logits)
 
 
-def test_what_is_loaded_is_what_is_in_the_file(folder: Path) -> None:
+def test_a_loaded_model_has_the_values_of_the_file(folder: Path) -> None:
     model = load_model(folder, "float32", CPU).state_dict()
     assert all(torch.equal(model[name], tensor) for name, tensor in load_file(folder / WEIGHTS).items())
 
 
-def test_values_are_copied_out_of_a_map(folder: Path) -> None:
-    """Whatever a later transformers does: by itself this one maps the file, which the test would notice if it no longer did."""
+def test_own_values_copies_mapped_values(folder: Path) -> None:
+    """transformers maps the file by default; the test fails if a later version does not."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert mapped(folder)
     before, tied = values(model), model.get_input_embeddings().weight is model.get_output_embeddings().weight
     own_values(model, folder)
     assert mapped(folder) == []
-    overwritten(folder)
+    overwrite(folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert tied == model.config.tie_word_embeddings
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
 
 
-def test_an_adapter_keeps_its_values_too(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_keeps_its_values_after_its_files_are_overwritten(folder: Path, tmp_path: Path) -> None:
     adapted = load_model(folder, "float32", CPU)
     add_adapter(adapted, Adapter(type="lora", rank=2), seed=0)
-    (place := tmp_path / "adapter").mkdir()
-    save_adapter(adapted, {name: torch.randn_like(p) for name, p in adapted.named_parameters()}, place)
+    (adapter := tmp_path / "adapter").mkdir()
+    save_adapter(adapted, {name: torch.randn_like(p) for name, p in adapted.named_parameters()}, adapter)
     base = Input(kind="reference_model", fingerprint="0" * 64, folder=folder)
-    policy = Input(kind="policy", fingerprint=adapter_fingerprint(place, base.fingerprint), folder=place)
+    policy = Input(kind="policy", fingerprint=adapter_fingerprint(adapter, base.fingerprint), folder=adapter)
     model = load_policy(policy, base, "float32", CPU)
-    assert mapped(folder) == mapped(place) == []
+    assert mapped(folder) == mapped(adapter) == []
     before = values(model)
-    overwritten(folder)
-    overwritten(place)
+    overwrite(folder)
+    overwrite(adapter)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

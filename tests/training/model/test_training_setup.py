@@ -1,4 +1,4 @@
-"""Activation checkpointing to the last bit, compiling to rounding; against the same model as it was loaded."""
+"""Models with activation checkpointing (equal bits) and compiling (equal but for rounding), compared with plain models."""
 
 import copy
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def build(kind: str, **changes: object) -> PreTrainedModel:
 
 
 def pair(length: int) -> list[TokenSequence]:
-    """Two responses of `length` and `length + 3` tokens to a prompt of as many."""
+    """Return two responses of `length` and `length + 3` tokens to a prompt of `length` tokens."""
     random = torch.Generator().manual_seed(length)
     prompt = torch.randint(VOCABULARY, (length,), generator=random)
     runs = [torch.cat([prompt, torch.randint(VOCABULARY, (n,), generator=random)]) for n in (length, length + 3)]
@@ -43,7 +43,7 @@ def pair(length: int) -> list[TokenSequence]:
 
 
 def learn(model: PreTrainedModel, length: int = 9) -> tuple[Tensor, dict[str, Tensor]]:
-    """The log-probs of a pair, and the gradient of their difference, after the random generator was set."""
+    """Return the log-probs of a pair and the gradients of their difference, with a fixed seed."""
     torch.manual_seed(length)
     model.zero_grad()
     found = response_logprobs(model, pair(length), [2])
@@ -71,11 +71,11 @@ def test_activation_checkpointing_changes_no_bit(kind: str, changes: dict[str, o
     assert found.keys() == gradients.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
     if training:
-        assert not torch.equal(learn(plain.eval())[0], tokens_N), "dropout was on"
+        assert not torch.equal(learn(plain.eval())[0], tokens_N), "dropout is drawn"
 
 
 def saved_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the tensors that wait for the backward pass, each storage once."""
+    """Return the bytes of the tensors saved for the backward pass, each storage once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -86,17 +86,17 @@ def saved_bytes(model: PreTrainedModel) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logprobs = response_logprobs(model, pair(60), [2])
     assert logprobs.tokens_N.requires_grad
-    return sum(size for place, size in kept.items() if place not in parameters)
+    return sum(size for pointer, size in kept.items() if pointer not in parameters)
 
 
-def test_activation_checkpointing_keeps_what_goes_into_a_layer():
-    """Of a layer of Llama with 32 hidden and 48 intermediate numbers, more than 300 a token would be kept; 32 are."""
+def test_activation_checkpointing_keeps_only_inputs_of_layers():
+    """With 32 hidden and 48 intermediate units a plain layer keeps over 300 numbers per token, a checkpointed one 32."""
     plain, checkpointed = (build("llama", **LLAMA | {"num_hidden_layers": 12}) for _ in range(2))
     prepare_for_training(checkpointed, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     assert saved_bytes(checkpointed) < saved_bytes(plain) / 5
 
 
-def test_a_prepared_model_is_saved_as_any_other(tmp_path: Path):
+def test_a_prepared_model_is_saved_like_a_plain_one(tmp_path: Path):
     plain, prepared = build("llama", **LLAMA), build("llama", **LLAMA)
     prepare_for_training(prepared, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     for name, model in {"plain": plain, "prepared": prepared}.items():
@@ -105,21 +105,21 @@ def test_a_prepared_model_is_saved_as_any_other(tmp_path: Path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "prepared").iterdir()} == files
 
 
-def test_a_model_without_layers_to_prepare_is_refused():
+def test_a_model_without_layers_to_prepare_raises():
     model = build("mamba", num_hidden_layers=1, hidden_size=8, state_size=4, time_step_rank=2)
     for module in model.modules():
         if type(module).__name__ == "MambaModel":
             module.layers = torch.nn.ModuleList([torch.nn.Identity()])
-    with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
+    with pytest.raises(ModelError, match=r"MambaForCausalLM .* \[no-layers\]"):
         prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     check_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
-    for setting in ("activation_checkpointing", "compile"):  # and so is the job before, which may take hours
-        with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
+    for setting in ("activation_checkpointing", "compile"):  # jobs before training, which may take hours, raise too
+        with pytest.raises(ModelError, match=r"MambaForCausalLM .* \[no-layers\]"):
             check_trainable(model, {"compute": {setting: True}})
 
 
-def test_eight_bits_are_refused_where_the_device_has_none():
-    with pytest.raises(ModelError, match=r"capability 8\.9 or more .* the model is on the device cpu; set it to exact"):
+def test_a_float8_head_on_a_cpu_raises():
+    with pytest.raises(ModelError, match=r" 8\.9 .* device cpu.* \[no-float8\]"):
         prepare_for_training(build("llama", **LLAMA), Compute(), SILENT, own_dropout=False, float8_head=True)
 
 
@@ -142,22 +142,22 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
-def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Path, monkeypatch, device: str):
-    """Dropout in training, both options at once: what a model computes, what warming up left, and how often it compiled."""
+def test_a_compiled_model_differs_by_rounding_only_and_compiles_once(tmp_path: Path, monkeypatch, device: str):
+    """With dropout and activation checkpointing. The warm-up changes neither generators, buffers nor gradients."""
     random_state = torch.get_rng_state if device == "cpu" else torch.cuda.get_rng_state
     plain = build("gpt2", **SIZES | GPT2 | {"resid_pdrop": 0.3}).to(device).train()
     compiled = copy.deepcopy(plain)
     compiled.base_model.register_buffer("runs", torch.zeros(1, device=device))
     counting = compiled.base_model.register_forward_hook(count)
-    held = compiled.lm_head.weight
-    held.grad = torch.zeros_like(held)
+    with_gradient = compiled.lm_head.weight
+    with_gradient.grad = torch.zeros_like(with_gradient)
     state = random_state()
     events = EventWriter(tmp_path / "events.jsonl")
     prepare_for_training(compiled, Compute(compile=True, activation_checkpointing=True), events, own_dropout=True)
     assert [event["phase"] for event in read_events(tmp_path / "events.jsonl")] == ["compiling"]
     assert torch.equal(random_state(), state) and compiled.training
-    assert all(parameter.grad is None for parameter in compiled.parameters() if parameter is not held)
-    assert held.grad is not None and not held.grad.any()
+    assert all(parameter.grad is None for parameter in compiled.parameters() if parameter is not with_gradient)
+    assert with_gradient.grad is not None and not with_gradient.grad.any()
     assert compiled.base_model.runs == 0
     counting.remove()
     graphs = counters["stats"]["unique_graphs"]
@@ -171,4 +171,4 @@ def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Pa
     with torch.no_grad():
         scored = [response_logprobs(model.eval(), pair(33), [2]).tokens_N for model in (compiled, plain)]
     torch.testing.assert_close(*scored, atol=1e-5, rtol=0)
-    assert counters["stats"]["unique_graphs"] == graphs, "another length of row is no other graph"
+    assert counters["stats"]["unique_graphs"] == graphs, "rows of other lengths use the same graph"
