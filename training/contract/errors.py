@@ -18,7 +18,7 @@
         ├── UnknownModel          it has no model of that name; exit code 2
         └── RegistryUnavailable   no answer, or a failure of the server: it may be back in a moment
 
-Every message names the place, the value found, the expected value and the next action. At its end is the code in brackets, as in
+Every message names the place, the value found, the expected value and the next action. The code ends it, in brackets, as in
 mypy: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`. docs/errors.md lists the
 codes. Programmers' mistakes are `assert`s.
 """
