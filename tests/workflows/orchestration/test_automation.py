@@ -1,6 +1,7 @@
 """Automatic materialization: requests of the schedule, the sensor and the conditions, and their time."""
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -192,15 +193,15 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
     assert Sensed(sensed.folder, sensed.instance).requests() == 0
     record = services.store.record_file("tokenization_spec", how.key)
     sound = record.read_bytes()
-    for damage, words in ((flip, CORRUPT_RECORD), (Path.unlink, NO_RECORD)):
+    for damage, cause in ((flip, CORRUPT_RECORD), (Path.unlink, NO_RECORD)):
         damage(record)
         [request] = Sensed(sensed.folder, sensed.instance).tick().run_requests
-        assert request.tags["pedigree/cause"] == f"tokenization_spec: {words}"
+        assert request.tags["pedigree/cause"] == f"tokenization_spec: {cause}"
     record.write_bytes(sound)
     before = template.read_text()
     template.write_text("{# shorter #}" + before)
     [request] = sensed.tick().run_requests
-    assert request.tags["pedigree/cause"].startswith("tokenization_spec: chat template changed: line 1")
+    assert re.match("tokenization_spec: chat template .*line 1", request.tags["pedigree/cause"])
     assert sensed.requests() == 0
     template.write_text(before)
     own = {**ATTRIBUTES, "tokenization": {"max_length": 128, "chat_template": "own.jinja"}}
@@ -386,10 +387,10 @@ def test_asset_that_was_never_materialized_is_not_requested(tmp_path):
 
 def test_beta_warnings_of_dagster_are_hidden(tmp_path):
     """Dagster warns at every command that the sensor uses a beta feature."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES))
-    assert [str(word.message) for word in said if "dagster" in str(word.category).lower()] == []
+    assert [str(warning.message) for warning in caught if "dagster" in str(warning.category).lower()] == []
 
 
 def test_sensor_without_on_change_requests_nothing(tmp_path):

@@ -11,14 +11,14 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
+from tests.workflows.homes import ATTRIBUTES, ROOT, check_error, check_values, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Return the texts that a webhook received."""
     texts: list[str] = []
 
@@ -40,7 +40,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, demo_maker, packaged_here, told: list[str]):
+def test_example_of_notices_reports_failures_and_versions(
+    tmp_path: Path, demo_maker, packaged_here, notices: list[str]
+):
     example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     sensors: dict[str, Any] = {}
     exec(example, sensors)
@@ -52,7 +54,7 @@ def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, demo_m
     services = services_in(tmp_path / "home")
     with dg.DagsterInstance.ephemeral() as instance:
 
-        def tell() -> None:
+        def report_last_run() -> None:
             [record] = instance.get_run_records(limit=1)
             run, kind = record.dagster_run, dg.DagsterEventType
             is_failed = run.status == dg.DagsterRunStatus.FAILURE
@@ -62,20 +64,17 @@ def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, demo_m
             sensors[name](context.for_run_failure() if is_failed else context)
 
         assert materialize(recipe, services, instance).succeeded
-        tell()
+        report_last_run()
         assert materialize(recipe, services, instance).succeeded
-        tell()
+        report_last_run()
         with (folder / "preferences.jsonl").open("a") as rows:
             rows.write('{"prompt": "no answers"}\n' * 100)
         assert not materialize(recipe, services, instance).succeeded
-        tell()
+        report_last_run()
         (folder / "preferences.jsonl").unlink()
         assert not materialize(recipe, services, instance).succeeded
-        tell()
-    version, check, failure = told
-    assert version == "models:/small/1, champion: yes. there was no champion before"
-    assert "; quarantine_within_limit: 100 of 124 rows (80.6%) are in quarantine" in check
-    assert (
-        failure.startswith("small__preference_source failed: ")
-        and f"{folder / 'preferences.jsonl'} does not exist" in failure
-    )
+        report_last_run()
+    version, check, failure = notices
+    check_values(version, "models:/small/1, champion: yes", "no champion before")
+    check_values(check, "quarantine_within_limit: ", "100 of 124 rows (80.6%)")
+    check_error(failure, "no-files", "small__preference_source failed: ", folder / "preferences.jsonl")

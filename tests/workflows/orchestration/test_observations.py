@@ -36,8 +36,8 @@ class Watched(Sensed):
     def events(self, asset: str = "preference_source"):
         """Return state and causes of each observation, the first one first."""
         records = self.instance.fetch_observations(self.pipeline.key(asset), limit=100, ascending=True).records
-        said = [record.asset_observation.metadata for record in records]
-        return [(metadata[STATE].value, metadata[CAUSES].value) for metadata in said]
+        metadatas = [record.asset_observation.metadata for record in records]
+        return [(metadata[STATE].value, metadata[CAUSES].value) for metadata in metadatas]
 
     def all_events(self):
         return {asset: found for asset in GRAPH if (found := self.events(asset))}

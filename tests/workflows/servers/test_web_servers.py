@@ -67,8 +67,8 @@ def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
     )
     try:
         assert process.stdout is not None and process.stderr is not None
-        told = [process.stderr.readline() for _ in range(2)]
-        assert "wrong/defs.yaml:12: training.epoch:" in told[0] and told[1].startswith("The runs of wrong fail"), told
+        errors = [process.stderr.readline() for _ in range(2)]
+        assert "wrong/defs.yaml:12: training.epoch:" in errors[0] and " wrong " in errors[1], errors
         lines = [process.stdout.readline() for _ in range(2)]
         addresses = re.findall(r"http://127\.0\.0\.1:\d+/\S*", "".join(lines))
         assert len(addresses) == 2, lines
@@ -202,10 +202,10 @@ def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
         printed[1]: ["Run Name", "small-", "matching run"],
         charts: ["Model metrics", "eval/rewards", "Add chart"],
     }
-    for number, (page, words) in enumerate(pages.items()):
-        text = text_in_browser(page, tmp_path / str(number))
-        assert all(word in text for word in words), (page, text[-2000:])
-        assert "Detect Issues in Your Traces" not in text
+    for number, (page, texts) in enumerate(pages.items()):
+        shown = text_in_browser(page, tmp_path / str(number))
+        assert all(text in shown for text in texts), (page, shown[-2000:])
+        assert "Detect Issues in Your Traces" not in shown
 
 
 def linked(address, asset):

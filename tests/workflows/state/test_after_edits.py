@@ -28,7 +28,7 @@ from assets.views.metadata import verbatim
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import Edit, Sandbox, data_lines, field, fields, retokenizer, template
-from tests.workflows.homes import flip, latest
+from tests.workflows.homes import check_error, check_values, flip, latest
 from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import CAPITAL, HELD_OUT, PLAIN, TRAINED
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
@@ -90,8 +90,7 @@ def test_version_tags_after_an_edit_are_the_current_lineage(baseline: Baseline, 
     released = baseline.services.registry.resolve(f"models:/plain/{version.number}")
     assert (released / "chat_template.jinja").read_text().startswith("{#- of now -#}")
     assert re.fullmatch(
-        r"held-out accuracy 0\.\d+ is below the recipe's floor of 1; .*; its policy is the champion's, with another tokenizer "
-        "or chat template: if these are to be used, point the alias champion at it in MLflow",
+        r"held-out accuracy 0\.\d+ .* floor of 1; .*; .*policy .*champion.* tokenizer or chat template.* alias .*",
         version.tags["pedigree.reasons"],
     )
     shown = [latest(baseline.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
@@ -109,7 +108,8 @@ def compress_data(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("edit", [edits.rename_data, compress_data])
 def test_rows_of_a_renamed_file_keep_its_first_name(baseline: Baseline, sandbox: Sandbox, edit: Edit):
     edit(sandbox)
-    assert notes_on_rows(baseline, sandbox) == ["preferences.jsonl"]
+    [note] = notes_on_rows(baseline, sandbox)
+    assert note.endswith(" preferences.jsonl")
 
 
 def test_rows_of_files_with_exchanged_names_keep_the_first_names(baseline: Baseline, sandbox: Sandbox):
@@ -120,20 +120,21 @@ def test_rows_of_files_with_exchanged_names_keep_the_first_names(baseline: Basel
     two.rename(one)
     aside.rename(two)
     sandbox.set("data.sources", [{"path": "parts/2.jsonl"}, {"path": "parts/1.jsonl", "held_out": True}])
-    assert notes_on_rows(baseline, sandbox) == ["2.jsonl, 1.jsonl"]
+    [note] = notes_on_rows(baseline, sandbox)
+    assert note.endswith(" 2.jsonl, 1.jsonl")
 
 
 def notes_on_rows(baseline: Baseline, sandbox: Sandbox) -> list[str]:
-    """Run the rows' asset and return the file names at their first reading, from the notes of the run."""
+    """Run the rows' asset and return the notes about the file names at their first reading."""
     notes: list[str] = []
 
-    def hear(event: Event) -> None:
+    def listen(event: Event) -> None:
         notes.append(event.get("text", ""))
 
-    told = replace(baseline.services, listener=hear)
-    report = materialize(load_recipe(sandbox.folder), told, baseline.instance, "raw_preferences")
+    services = replace(baseline.services, listener=listen)
+    report = materialize(load_recipe(sandbox.folder), services, baseline.instance, "raw_preferences")
     assert report.succeeded, report
-    return [names for begin, _, names in (text.partition(" first read: ") for text in notes) if names]
+    return [text for text in notes if "names" in text and ".jsonl" in text]
 
 
 def causes(pipeline: Pipeline, baseline: Baseline) -> dict[str, tuple[str, ...]]:
@@ -142,15 +143,15 @@ def causes(pipeline: Pipeline, baseline: Baseline) -> dict[str, tuple[str, ...]]
 
 def run_with_another(baseline: Baseline, sandbox: Sandbox, meanwhile: str) -> dict[str, str]:
     """Run the recipe and return the outcomes. During the job of `meanwhile`, another run records the first artifacts again."""
-    heard: list[str] = []
+    events: list[str] = []
 
-    def hear(event: Event) -> None:
-        if event.get("asset") == meanwhile and not heard:
+    def listen(event: Event) -> None:
+        if event.get("asset") == meanwhile and not events:
             baseline.restore("plain")
-            heard.append(event["event"])
+            events.append(event["event"])
 
-    report = materialize(load_recipe(sandbox.folder), replace(baseline.services, listener=hear), baseline.instance)
-    assert heard, report
+    report = materialize(load_recipe(sandbox.folder), replace(baseline.services, listener=listen), baseline.instance)
+    assert events, report
     return {asset.asset: asset.outcome for asset in report.assets}
 
 
@@ -243,24 +244,22 @@ def test_inspect_of_a_row_with_other_tokens_shows_no_earlier_log_prob(baseline: 
     pipeline = run(baseline, sandbox, "tokenized_pairs").pipeline
     found = inspect_row(pipeline, baseline.services, baseline.instance, HELD_OUT)
     assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
-    with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
+    with pytest.raises(UsageError, match=r"plain/reference_logprobs .*plain/tokenized_pairs .*\[stale-logprobs\]"):
         inspect_row(pipeline, baseline.services, baseline.instance, HELD_OUT, score=True)
 
 
 def test_added_and_removed_pairs_are_reported_and_recorded(baseline: Baseline, sandbox: Sandbox):
     """One of 24 rows is reworded and one is appended. The history keeps it for other readers."""
     edits.both(data_lines(edits.reword(TRAINED)), data_lines(lambda rows: [*rows, CAPITAL]))(sandbox)
-    heard: list[Event] = []
-    services, loaded = replace(baseline.services, listener=heard.append), load_recipe(sandbox.folder)
+    events: list[Event] = []
+    services, loaded = replace(baseline.services, listener=events.append), load_recipe(sandbox.folder)
     assert materialize(loaded, services, baseline.instance, "raw_preferences").succeeded
-    words = [
-        f"2 pairs added, the first in preferences.jsonl, line {TRAINED + 1}",
-        f"1 pair removed, the first was in preferences.jsonl, line {TRAINED + 1}",
-    ]
-    assert "; ".join(words) in [event["text"] for event in heard if event["event"] == "note"]
-    kept = latest(baseline.instance, loaded.pipeline.key("raw_preferences")).metadata["changes"]
-    assert all(word in kept for word in words)
-    assert "preference_source: preferences.jsonl differs (24 -> 25 rows read)" in kept
+    place = f"preferences.jsonl, line {TRAINED + 1}"
+    message = rf"2 pairs added, .*{place}.*1 pair removed, .*{place}"
+    assert [event for event in events if event["event"] == "note" and re.search(message, event["text"])]
+    changes = latest(baseline.instance, loaded.pipeline.key("raw_preferences")).metadata["changes"]
+    assert re.search(f"(?s){message}", changes)
+    check_values(changes, "preference_source: preferences.jsonl ", "24 -> 25 rows")
 
 
 def test_inspect_of_a_dropped_row_is_refused(baseline: Baseline, sandbox: Sandbox):
@@ -273,10 +272,10 @@ def test_inspect_of_a_dropped_row_is_refused(baseline: Baseline, sandbox: Sandbo
 
     data_lines(too_long)(sandbox)
     pipeline = run(baseline, sandbox, "reference_logprobs").pipeline
-    where = (pipeline, baseline.services, baseline.instance)
-    with pytest.raises(UsageError, match=f"row {TRAINED} has no tokens: it was dropped when the pairs were tokenized"):
-        inspect_row(*where, TRAINED)
-    assert [inspect_row(*where, TRAINED + step).row for step in (-1, 1)] == [TRAINED - 1, TRAINED + 1]
+    arguments = (pipeline, baseline.services, baseline.instance)
+    with pytest.raises(UsageError, match=rf"row {TRAINED} .*\[dropped-row\]"):
+        inspect_row(*arguments, TRAINED)
+    assert [inspect_row(*arguments, TRAINED + step).row for step in (-1, 1)] == [TRAINED - 1, TRAINED + 1]
 
 
 def test_inspect_of_an_unevaluated_policy_shows_no_earlier_log_prob(baseline: Baseline, sandbox: Sandbox):
@@ -319,8 +318,8 @@ def test_causes_after_a_partial_run_are_still_the_edits(baseline: Baseline, sand
     assert old is not None
     lost = baseline.services.store.folder("tokenized_pairs", old)
     lost.rename(aside := lost.with_name("aside"))
-    words = f"it was made from tokenized_pairs {short(old)}, which is {short(now.fingerprint)} now"
-    assert causes(pipeline, baseline)["reference_logprobs"] == (words,)
+    [cause] = causes(pipeline, baseline)["reference_logprobs"]
+    check_values(cause, "tokenized_pairs", short(old), short(now.fingerprint))
     aside.rename(lost)
 
 
@@ -331,15 +330,15 @@ def test_run_records_the_causes_of_status(baseline: Baseline, sandbox: Sandbox):
     flip(sandbox.base / "model.safetensors")
     field("training.loss.beta", 0.7)(sandbox)
     pipeline = load_recipe(sandbox.folder).pipeline
-    told = causes(pipeline, baseline)
+    reported = causes(pipeline, baseline)
     observe(pipeline, baseline.instance, status(pipeline, baseline.services, baseline.instance))
-    for asset, words in told.items():
+    for asset, found in reported.items():
         [record] = baseline.instance.fetch_observations(pipeline.key(asset), limit=9).records
-        assert record.asset_observation and record.asset_observation.metadata[CAUSES] == verbatim(words), asset
+        assert record.asset_observation and record.asset_observation.metadata[CAUSES] == verbatim(found), asset
     shown = changes_shown(run(baseline, sandbox).pipeline, baseline)
-    assert len(told["released_model"]) == 6, told["released_model"]
-    for asset, words in told.items():
-        assert shown[asset].startswith(verbatim(words).value), asset
+    assert len(reported["released_model"]) == 6, reported["released_model"]
+    for asset, found in reported.items():
+        assert shown[asset].startswith(verbatim(found).value), asset
     field("training.loss.beta", 0.6)(sandbox)
     shown = changes_shown(run(baseline, sandbox).pipeline, baseline)
     assert shown["policy"] == verbatim(["training_spec: loss.beta 0.7 -> 0.6"]).value
@@ -357,8 +356,8 @@ def test_causes_without_a_derivation_are_fingerprints(baseline: Baseline, sandbo
     pipeline = run(baseline, sandbox, "tokenized_pairs").pipeline
     aside.rename(lost)
     now = latest(baseline.instance, pipeline.key("raw_preferences")).fingerprint
-    words = f"raw_preferences {short(old)} -> {short(now)}"
-    assert changes_shown(pipeline, baseline)["tokenized_pairs"] == verbatim([words]).value
+    cause = f"raw_preferences {short(old)} -> {short(now)}"
+    assert changes_shown(pipeline, baseline)["tokenized_pairs"] == verbatim([cause]).value
 
 
 def changes_shown(pipeline: Pipeline, baseline: Baseline) -> dict[str, str]:
@@ -404,7 +403,7 @@ def test_a_policy_that_starts_from_the_champion(baseline: Baseline, sandbox: San
     ]
     for tag in tags:  # so that no version has these weights
         client.delete_model_version_tag(*tag)
-    with pytest.raises(StoreError, match=f"champion with the weights {short(weights)}, and now it has the weights"):
+    with pytest.raises(StoreError, match=rf" {short(weights)}, .*\[champion-changed\]"):
         select(["policy"], loaded, baseline)
     for tag in tags:
         client.set_model_version_tag(*tag, weights)
@@ -429,7 +428,7 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
     data_lines(edits.reword(HELD_OUT))(sandbox)
     loaded = load_recipe(sandbox.folder)
     select(["policy"], loaded, baseline)
-    with pytest.raises(DataError, match="they changed since; materialize preference_source together with raw_pref"):
+    with pytest.raises(DataError, match=r"plain/preference_source .*\[preferences-changed\]"):
         select(["raw_preferences"], loaded, baseline)
     edits.flip_a_bit(sandbox)
     select(["reference_model"], loaded, baseline)
@@ -440,13 +439,13 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
 
 
 @pytest.mark.parametrize(
-    ("edit", "first", "then", "told", "together"),
+    ("edit", "first", "then", "values", "together"),
     [
         pytest.param(
             field("training.seed", 7),
             ["training_spec", "policy"],
             "released_model",
-            "evaluation {evaluation} was made from policy {policy}, and plain/policy is {now} now",
+            "evaluation {evaluation} |policy {policy}|plain/policy |{now}",
             "plain/evaluation and plain/released_model",
             id="a policy that was not evaluated",
         ),
@@ -454,7 +453,7 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
             data_lines(edits.swap_sides(HELD_OUT)),
             ["preference_source", "raw_preferences", "tokenized_pairs"],
             "evaluation",
-            "policy {policy} was made from tokenized_pairs {tokenized_pairs}, and plain/tokenized_pairs is {now} now",
+            "policy {policy} |tokenized_pairs {tokenized_pairs}|plain/tokenized_pairs |{now}",
             "plain/reference_logprobs, plain/policy and plain/evaluation",
             id="log-probs of other pairs",
         ),
@@ -462,7 +461,7 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
             field("training.loss.beta", 0.5),
             ["training_spec", "policy"],
             "evaluation",
-            "plain/policy was trained with another loss than that of plain/evaluation_spec: loss.beta 0.5 -> 0.1",
+            "plain/policy |plain/evaluation_spec|loss.beta 0.5 -> 0.1",
             "plain/training_spec, plain/evaluation_spec, plain/policy and plain/evaluation",
             id="a loss that is not the one of the evaluation",
         ),
@@ -470,8 +469,7 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
             template(lambda text: "To whom it may concern: " + text),
             ["tokenization_spec"],
             "released_model",
-            "tokenized_pairs {tokenized_pairs} was made from tokenization_spec {tokenization_spec}, "
-            "and plain/tokenization_spec is {now} now",
+            "tokenized_pairs {tokenized_pairs} |tokenization_spec {tokenization_spec}|plain/tokenization_spec |{now}",
             "plain/release_spec, plain/tokenized_pairs, plain/reference_logprobs, plain/policy, plain/evaluation and "
             "plain/released_model",
             id="a tokenizer that the policy was not trained with",
@@ -479,16 +477,17 @@ def test_single_asset_is_made_from_recorded_inputs(baseline: Baseline, sandbox: 
     ],
 )
 def test_inputs_of_different_lineages_are_refused(
-    baseline: Baseline, sandbox: Sandbox, edit: Edit, first: list[str], then: str, told: str, together: str
+    baseline: Baseline, sandbox: Sandbox, edit: Edit, first: list[str], then: str, values: str, together: str
 ):
     """A user materializes some assets, then one below. Materializing the assets in the message makes them consistent."""
     edit(sandbox)
     loaded, versions = load_recipe(sandbox.folder), baseline.services.registry.versions()
     select(first, loaded, baseline)
     now = short(latest(baseline.instance, loaded.pipeline.key(first[-1])).fingerprint)
-    words = told.format(now=now, **{asset: short(found) for asset, found in baseline.fingerprints["plain"].items()})
-    with pytest.raises(StoreError, match=re.escape(f"{words}; materialize {together} in one run")):
+    fingerprints = {asset: short(found) for asset, found in baseline.fingerprints["plain"].items()}
+    with pytest.raises(StoreError, match=r"\[(inconsistent-inputs|losses-differ)\]$") as caught:
         select([then], loaded, baseline)
+    check_values(caught.value, *values.format(now=now, **fingerprints).split("|"), f" {together} ")
     assert baseline.services.registry.versions() == versions
     assets = [name.removeprefix("plain/") for name in re.split(", | and ", together)]
     select(assets, loaded, baseline)
@@ -504,7 +503,9 @@ def test_reference_tuned_on_other_pairs_is_named_with_the_assets_below(baseline:
     data_lines(edits.swap_sides(HELD_OUT))(sandbox)
     loaded = load_recipe(sandbox.folder)
     select(["preference_source", "raw_preferences", "tokenized_pairs"], loaded, baseline)
-    with pytest.raises(StoreError, match="; materialize plain/reference_model and plain/reference_logprobs in one run"):
+    with pytest.raises(
+        StoreError, match=r" plain/reference_model and plain/reference_logprobs .*\[inconsistent-inputs\]"
+    ):
         select(["reference_logprobs"], loaded, baseline)
     select(["reference_model", "reference_logprobs"], loaded, baseline)
 
@@ -521,10 +522,9 @@ def test_name_of_another_recipe_is_refused(baseline: Baseline, sandbox: Sandbox,
 
     run_spec(baseline.folders["plain"])
     field("release.model_name", "another")(sandbox)
-    with pytest.raises(
-        UsageError, match=f"recipe in {baseline.folders['plain']}, .* the one in {sandbox.folder} releases"
-    ):
+    with pytest.raises(UsageError) as caught:
         run_spec(sandbox.folder)
+    check_error(caught.value, "name-taken", baseline.folders["plain"], sandbox.folder, " another")
 
 
 @pytest.mark.parametrize("tuned", [False, True], ids=["plain reference", "tuned reference"])
@@ -533,7 +533,7 @@ def test_selected_asset_is_materialized_with_its_inputs(baseline: Baseline, sand
     field("reference.sft", {"epochs": 1} if tuned else None)(sandbox)
     report = materialize(load_recipe(sandbox.folder), baseline.services, baseline.instance, "reference_model")
     pairs = {"preference_source", "raw_preferences", "tokenization_spec", "tokenized_pairs"} if tuned else set()
-    assert report.succeeded and {each.asset for each in report.assets} == {"base_model", "reference_model"} | pairs
+    assert report.succeeded and {asset.asset for asset in report.assets} == {"base_model", "reference_model"} | pairs
 
 
 @pytest.mark.parametrize("asset", ["preference_source", "released_model"])
@@ -575,16 +575,15 @@ def test_alias_moved_by_a_user_stays(baseline: Baseline, sandbox: Sandbox):
     field("training.seed", 1)(sandbox)
     pipeline = run(baseline, sandbox).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
-    few = "only 8 held-out pairs are shared with the champion; 10 prompts are needed"
-    refused = f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"
-    moved = f"the user has moved the alias since the gate decided; {refused}"
+    refused = "only 8 held-out pairs .* 10 prompts .* alias .*"
+    moved = f".* user .* alias .*; {refused}"
     assert second != first
-    for champion, words in ((first, ("no", refused)), (second, ("yes", moved)), (first, ("no", refused))):
+    for champion, verdict, reasons in ((first, "no", refused), (second, "yes", moved), (first, "no", refused)):
         client.set_registered_model_alias("plain", "champion", str(champion))
         assert {asset.action for asset in plan(pipeline, baseline.services, baseline.instance)} == {"reuse"}
         run(baseline, sandbox, "released_model")
         shown = latest(baseline.instance, pipeline.key("released_model")).metadata
-        assert (shown["champion"], shown["reasons"]) == words
+        assert shown["champion"] == verdict and re.fullmatch(reasons, shown["reasons"]), shown["reasons"]
         assert registry.champion("plain").number == champion
 
 
@@ -609,7 +608,8 @@ def test_corrupt_artifacts_other_than_models_are_recomputed(baseline: Baseline, 
     for asset in ("evaluation", "policy"):
         flip(store.root / "keys" / asset / f"{latest(baseline.instance, pipeline.key(asset)).key}.json")
     found = causes(pipeline, baseline)
-    assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
+    [cause] = found["raw_preferences"]
+    check_values(cause, "file preferences.parquet ", "corrupt")
     assert found["evaluation"] == found["policy"] == (CORRUPT_RECORD,)
     report = materialize(load_recipe(sandbox.folder), baseline.services, baseline.instance)
     assert report.succeeded, report
@@ -625,22 +625,19 @@ def test_a_corrupt_model_is_refused(baseline: Baseline, sandbox: Sandbox):
     )
     flip(weights)
     loaded = load_recipe(sandbox.folder)
-    words = (
-        "file model.safetensors of its artifact is corrupt; it is refused until its folder is restored or moved away"
-    )
-    assert causes(loaded.pipeline, baseline)["policy"] == (words,)
+    [cause] = causes(loaded.pipeline, baseline)["policy"]
+    check_values(cause, "file model.safetensors ", "corrupt")
     report = materialize(loaded, baseline.services, baseline.instance)
     field("evaluation.max_new_tokens", 4)(sandbox)
     field("release.model_name", "elsewhere")(sandbox)
     edited, versions = load_recipe(sandbox.folder), baseline.services.registry.versions()
     for assets in (["evaluation_spec", "evaluation"], ["released_model"]):
-        with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
+        with pytest.raises(CorruptArtifact, match=rf"{weights} .*\[corrupt-model\]"):
             select(assets, edited, baseline)
     flip(weights)
     assert baseline.services.registry.versions() == versions
     assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
-    told = str(report.assets[-1].error)
-    assert f"{weights} has sha256" in told and f"restore {weights.parent} from a backup, or move it away" in told
+    check_error(report.assets[-1].error, "corrupt-model", weights, f" {weights.parent} ")
 
 
 def test_corrupt_input_is_refused_before_the_job(baseline: Baseline, sandbox: Sandbox):
@@ -649,7 +646,7 @@ def test_corrupt_input_is_refused_before_the_job(baseline: Baseline, sandbox: Sa
     flip(pairs / "pairs.arrow")
     select(["evaluation"], load_recipe(sandbox.folder), baseline)
     field("evaluation.max_new_tokens", 5)(sandbox)
-    with pytest.raises(CorruptArtifact, match=f"{pairs / 'pairs.arrow'} has sha256"):
+    with pytest.raises(CorruptArtifact, match=rf"{pairs / 'pairs.arrow'} .*\[wrong-hash\]"):
         select(["evaluation_spec", "evaluation"], load_recipe(sandbox.folder), baseline)
     flip(pairs / "pairs.arrow")
 
@@ -677,10 +674,10 @@ def test_existing_files_are_read_once(baseline: Baseline, sandbox: Sandbox):
 @contextmanager
 def opened(*files: Path) -> Iterator[list[Path]]:
     """Record each opening of the files within the block, in order."""
-    found, wanted, watching = list[Path](), {str(file): file for file in files}, True
+    found, watched, watching = list[Path](), {str(file): file for file in files}, True
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
-        if watching and event == "open" and (file := wanted.get(str(arguments[0]))) is not None:
+        if watching and event == "open" and (file := watched.get(str(arguments[0]))) is not None:
             found.append(file)
 
     sys.addaudithook(note)  # an audit hook cannot be removed
@@ -701,9 +698,9 @@ def test_causes_with_a_corrupt_or_missing_record_name_it(baseline: Baseline, san
     corrupt = causes(load_recipe(sandbox.folder).pipeline, baseline)["policy"]
     flip(record)
     record.rename(aside := record.with_suffix(".aside"))
-    gone = causes(pipeline, baseline)["policy"]
+    missing = causes(pipeline, baseline)["policy"]
     aside.rename(record)
-    assert (corrupt, gone) == ((CORRUPT_RECORD,), (NO_RECORD,))
+    assert (corrupt, missing) == ((CORRUPT_RECORD,), (NO_RECORD,))
     flip(
         record := baseline.services.store.record_file(
             "training_spec", latest(baseline.instance, pipeline.key("training_spec")).key
@@ -720,8 +717,8 @@ def test_model_changed_since_its_materialization_is_refused(baseline: Baseline, 
     pipeline, store = load_recipe(sandbox.folder).pipeline, baseline.services.store
     pointer = store.open("reference_model", baseline.fingerprints["plain"]["reference_model"] or "")
     edits.flip_a_bit(sandbox)
-    told = f"but reference_model was materialized from {short(pointer.fingerprint)}: they changed since; materialize plain/"
-    with pytest.raises(StoreError, match=told):
+    message = rf"reference_model .*{short(pointer.fingerprint)}.*plain/base_model.*\[base-model-changed\]"
+    with pytest.raises(StoreError, match=message):
         describe_job(
             pipeline,
             baseline.services,
@@ -743,10 +740,8 @@ def test_unreachable_registry_is_reported_by_status_and_plan(baseline: Baseline,
     pipeline = load_recipe(sandbox.folder).pipeline
     released, planned = status(pipeline, away, baseline.instance)[-1], plan(pipeline, away, baseline.instance)[-1]
     assert (released.asset, released.state, planned.action) == ("released_model", "fresh", "reuse")
-    for [words] in (released.causes, planned.causes):
-        assert words.startswith(
-            "its version is taken to be there: MLflow at http://127.0.0.1:9 cannot look for versions"
-        )
+    for [cause] in (released.causes, planned.causes):
+        check_error(cause, "registry-unavailable", "version", "http://127.0.0.1:9")
 
 
 def test_missing_version_is_reported_by_status_and_plan(baseline: Baseline, sandbox: Sandbox):
@@ -757,17 +752,18 @@ def test_missing_version_is_reported_by_status_and_plan(baseline: Baseline, sand
     version = registry.find_version("plain", {"pedigree.release": key})
     assert version is not None
     reasons = version.tags["pedigree.reasons"]
-    client, words = MlflowClient(registry.tracking_uri), ("its version is no longer in the registry",)
+    client = MlflowClient(registry.tracking_uri)
     client.delete_model_version_tag("plain", str(version.number), "pedigree.champion")
-    assert causes(loaded.pipeline, baseline)["released_model"] == words, "the gate has not decided on it"
+    [cause] = causes(loaded.pipeline, baseline)["released_model"]
+    check_values(cause, "version", "registry")
     run(baseline, sandbox, "released_model")
     tags = registry.find_version("plain", {"pedigree.release": key}).tags
     assert (tags["pedigree.champion"], tags["pedigree.reasons"]) == ("yes", reasons)
     client.delete_model_version("plain", str(version.number))
     found = status(loaded.pipeline, baseline.services, baseline.instance)
-    assert found[-1] == AssetStatus("released_model", "stale", words, key)
+    assert found[-1] == AssetStatus("released_model", "stale", (cause,), key)
     assert {asset.state for asset in found[:-1]} == {"fresh"}
     planned = plan(loaded.pipeline, baseline.services, baseline.instance)[-1]
-    assert (planned.asset, planned.action, planned.causes) == ("released_model", "compute", words)
+    assert (planned.asset, planned.action, planned.causes) == ("released_model", "compute", (cause,))
     fault = verify(loaded.pipeline, baseline.services, baseline.instance, rows=0).artifacts[-1].fault
-    assert fault == "there is no version of plain for it in the registry any more"
+    check_values(fault, "version of plain ", "registry")

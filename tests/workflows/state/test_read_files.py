@@ -45,8 +45,8 @@ def table() -> dict[str, tuple[str, set[str]]]:
     found: dict[str, tuple[str, set[str]]] = {}
     for files, effect, keys in re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
         for name in re.findall(r"`([^`]+\.(?:json|safetensors|txt|model|jinja))`", files):
-            told, before = found.get(name, ("", set()))
-            found[name] = told + effect, before | (set(re.findall(r"`(\w+)`", keys)) & GRAPH.keys())
+            effects, before = found.get(name, ("", set()))
+            found[name] = effects + effect, before | (set(re.findall(r"`(\w+)`", keys)) & GRAPH.keys())
     return found
 
 
@@ -118,8 +118,8 @@ def test_every_opened_file_is_in_the_table(tmp_path_factory: pytest.TempPathFact
     assert {"config.json", "tokenizer.json", "processor_config.json", "generation_config.json"} <= names
     assert "additional_chat_templates/rag.jinja" in names, "the watch includes folders below"
     for name in shipped:
-        told = " ".join(effect for pattern, (effect, _) in known.items() if fnmatch(name, pattern))
-        assert "shipped" in told or "weights" in told, name
+        effects = " ".join(effect for pattern, (effect, _) in known.items() if fnmatch(name, pattern))
+        assert "shipped" in effects or "weights" in effects, name
     assert shipped.isdisjoint(OTHERS) and "processor_config.json" in shipped
 
 

@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config, pipeline
 
 from tests.workflows.edits import change_json
+from tests.workflows.homes import check_error, check_values
 from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import ModelError
@@ -126,8 +127,8 @@ def test_release_of_a_recipe_has_its_own_padding_whatever_ran_in_the_home_before
     report = run(baseline, other)
     reused = {asset.asset for asset in report.assets if asset.outcome == "reused"}
     assert {"tokenized_pairs", "reference_logprobs", "policy", "evaluation"} <= reused
-    words = AutoTokenizer.from_pretrained(released(baseline, report, "other"))
-    assert (words.pad_token, words.model_max_length) == ("<|end|>", 512)
+    tokenizer = AutoTokenizer.from_pretrained(released(baseline, report, "other"))
+    assert (tokenizer.pad_token, tokenizer.model_max_length) == ("<|end|>", 512)
     assert read(released(baseline, report, "other") / "generation_config.json")["suppress_tokens"] == [7]
     first = baseline.services.registry.resolve("models:/plain/1")
     assert AutoTokenizer.from_pretrained(first).pad_token == "<|pad|>"
@@ -150,11 +151,11 @@ def test_pipeline_of_a_release_answers_greedily_though_its_base_draws_by_lot(bas
     model = released(baseline, run(baseline, folder))
     answer = pipeline("text-generation", model=str(model))
     asked = [{"role": "user", "content": "What is the opposite of hot?"}]
-    said = {answer(asked, max_new_tokens=12)[0]["generated_text"][-1]["content"] for _ in range(4)}
-    words, weights = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    ids = words.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answers = {answer(asked, max_new_tokens=12)[0]["generated_text"][-1]["content"] for _ in range(4)}
+    tokenizer, weights = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     greedy = weights.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert said == {words.decode(greedy, skip_special_tokens=True)}
+    assert answers == {tokenizer.decode(greedy, skip_special_tokens=True)}
 
 
 def ends_with_another_token(folder: Path) -> None:
@@ -170,12 +171,8 @@ def test_note_of_an_end_of_turn_at_which_the_model_does_not_stop(
     folder = Path(shutil.copytree(baseline.folders["plain"], tmp_path / "endless"))
     set_attributes(folder, {**FEW, "release": {"model_name": "endless"}})
     ends_with_another_token(folder)
-    note = (
-        "the chat template ends an answer with <|end|>, which is not among the released model's eos_token_id (<|pad|>): a "
-        'server writes on after it; set `release.eos_tokens: ["<|end|>"]`'
-    )
-    told = {asset.asset: asset.notes for asset in planned(baseline, folder)}
-    assert told["release_spec"] == (note,)
+    [note] = {asset.asset: asset.notes for asset in planned(baseline, folder)}["release_spec"]
+    check_values(note, " <|end|>", "(<|pad|>)", '`release.eos_tokens: ["<|end|>"]`')
     model = released(baseline, run(baseline, folder), "endless")
     assert read(model / "generation_config.json")["eos_token_id"] == 0
     set_attributes(folder, {**FEW, "release": {"model_name": "endless", "eos_tokens": ["<|end|>"]}})
@@ -222,9 +219,8 @@ def test_tokens_of_a_tokenizer_whose_class_config_json_decides(
         folder = baseline.folders["olmo"]
         of_gpt2 = ids_of_row(baseline, folder)
         assert of_gpt2 == own_ids(folder, "tok")
-        told = {asset.asset: asset.notes for asset in planned(baseline, folder)}["tokenization_spec"]
-        assert len(told) == 1 and "loads the tokenizer as GPT2Tokenizer, which gives other tokens" in told[0]
-        assert "of 'x = [1, 20, 300]" in told[0]
+        [note] = {asset.asset: asset.notes for asset in planned(baseline, folder)}["tokenization_spec"]
+        check_values(note, " GPT2Tokenizer", "tokens", "'x = [1, 20, 300]")
         # Beside OLMo's config.json the released tokenizer still gives the ids of training.
         text = AutoTokenizer.from_pretrained(folder / "tok").decode(of_gpt2)
         model = baseline.services.registry.resolve("models:/olmo/1")
@@ -243,34 +239,32 @@ def ids_of_row(baseline: Baseline, folder: Path) -> list[int]:
     return inspect_row(load_recipe(folder).pipeline, baseline.services, baseline.instance, 0).chosen.token_ids
 
 
-def own_ids(folder: Path, tokenizer: str) -> list[int]:
+def own_ids(folder: Path, part: str) -> list[int]:
     """Return transformers' tokens of the first pair's chosen conversation."""
     row = json.loads((folder / "preferences.jsonl").read_text().splitlines()[0])
-    words = AutoTokenizer.from_pretrained(folder / tokenizer)
-    text = words.apply_chat_template([*row["prompt"], *row["chosen"]], tokenize=False)
-    ids: list[int] = words(text, add_special_tokens=False)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / part)
+    text = tokenizer.apply_chat_template([*row["prompt"], *row["chosen"]], tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(baseline: Baseline, folder: Path) -> None:
-    words = AutoTokenizer.from_pretrained(folder / "base")
-    words.add_tokens([f"unused {n}" for n in range(640 - len(words))])  # for which the model has embeddings
-    words.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|done|>"]})
-    words.chat_template = (
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.add_tokens([f"unused {n}" for n in range(640 - len(tokenizer))])  # for which the model has embeddings
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|done|>"]})
+    tokenizer.chat_template = (
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|done|>{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
     )
-    words.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     before = set(baseline.services.store.fingerprints("tokenized_pairs"))
-    told = (
-        r"defs\.yaml:\d+: reference\.model: \./base: the chat template writes <\|turn\|>, <\|done\|>, for which the model in "
-        r".* has no embeddings: its config\.json has `vocab_size: 640`\. Resize the embeddings"
-    )
-    with pytest.raises(ModelError, match=told):
+    message = r"defs\.yaml:\d+: reference\.model: \./base: .* <\|turn\|>, <\|done\|>.*`vocab_size: 640`.*\[missing-embeddings\]$"
+    with pytest.raises(ModelError, match=message):
         planned(baseline, folder)
     report = materialize(load_recipe(folder), baseline.services, baseline.instance, "tokenized_pairs")
     failed = {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
-    assert failed.keys() == {"tokenized_pairs"} and "Resize the embeddings" in str(failed["tokenized_pairs"])
+    assert failed.keys() == {"tokenized_pairs"}
+    check_error(failed["tokenized_pairs"], "missing-embeddings", "<|turn|>, <|done|>")
     assert set(baseline.services.store.fingerprints("tokenized_pairs")) == before
 
 

@@ -17,6 +17,7 @@ import pytest
 from assets.execution.run_liveness import is_alive, this_process
 from model_registry.connection import connect
 from model_registry.relocate import relocate_artifacts
+from tests.workflows.homes import check_error
 from workflows.orchestration.resources import build_services, dagster_instance, prepare_home
 
 
@@ -63,12 +64,12 @@ def test_first_commands_of_a_home_may_run_concurrently(tmp_path: Path, monkeypat
     )
 
 
-@pytest.mark.parametrize("told", ["dagster's", "~/dagster's"])
-def test_dagster_home_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
-    """The configured folder may be that of the environment, or the user's own folder, as for Dagster."""
+@pytest.mark.parametrize("value", ["dagster's", "~/dagster's"])
+def test_dagster_home_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
+    """A path counts from the current folder, or with `~` from the user's own, as for Dagster."""
     monkeypatch.chdir(tmp_path)
-    for name, value in (("HOME", str(tmp_path)), ("PEDIGREE_HOME", str(tmp_path / "home")), ("DAGSTER_HOME", told)):
-        monkeypatch.setenv(name, value)
+    for name, text in (("HOME", str(tmp_path)), ("PEDIGREE_HOME", str(tmp_path / "home")), ("DAGSTER_HOME", value)):
+        monkeypatch.setenv(name, text)
     with dagster_instance() as instance:
         assert Path(instance.root_directory) == tmp_path / "dagster's"
     assert {path.name for path in tmp_path.iterdir()} == {"home", "dagster's"}
@@ -82,7 +83,8 @@ def test_dagster_settings_are_written_atomically(tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"}
     command = [sys.executable, "-B", "-c", script, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "cannot be used" in done.stderr and list((tmp_path / "dagster").iterdir()) == []
+    check_error(done.stderr, "unusable-home")
+    assert list((tmp_path / "dagster").iterdir()) == []
 
 
 def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -196,12 +198,12 @@ def worker(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_process_is_alive_until_it_is_killed(tmp_path: Path, worker):
-    home, told = tmp_path / "my home", worker.stdout.readline().rstrip()
-    assert is_alive(told, home) and is_alive(this_process(home), home)
-    assert told.startswith(f"{platform.node()} {worker.pid} "), "human-readable"
+    home, identity = tmp_path / "my home", worker.stdout.readline().rstrip()
+    assert is_alive(identity, home) and is_alive(this_process(home), home)
+    assert identity.startswith(f"{platform.node()} {worker.pid} "), "human-readable"
     worker.kill()
     worker.wait()
-    assert not is_alive(told, home)
+    assert not is_alive(identity, home)
     assert is_alive(this_process(home), home)
 
 
@@ -216,13 +218,13 @@ def test_liveness_does_not_depend_on_host_names_and_process_ids(tmp_path: Path, 
 
 
 def test_process_of_a_moved_home_is_alive_until_it_ends(tmp_path: Path, worker):
-    told = worker.stdout.readline().rstrip()
+    identity = worker.stdout.readline().rstrip()
     shutil.copytree(tmp_path / "my home", tmp_path / "copy")
-    assert is_alive(told, tmp_path / "copy"), "the original exists, and so does its worker"
+    assert is_alive(identity, tmp_path / "copy"), "the original exists, and so does its worker"
     (tmp_path / "my home").rename(tmp_path / "moved")
-    assert is_alive(told, tmp_path / "moved"), "its lock moved with the home"
+    assert is_alive(identity, tmp_path / "moved"), "its lock moved with the home"
     worker.kill()
     worker.wait()
-    assert not is_alive(told, tmp_path / "moved")
+    assert not is_alive(identity, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved")
-    assert not is_alive(told, tmp_path / "copy")
+    assert not is_alive(identity, tmp_path / "copy")

@@ -95,13 +95,13 @@ class Row:
 def observe(baseline: Baseline, row: Row, sandbox: Sandbox, services: Services) -> tuple[str, int]:
     """Return the letters of status and run in the current state, and the number of sequences scored."""
     loaded = load_recipe(sandbox.folder)
-    said = {asset.asset: asset.state for asset in status(loaded.pipeline, services, baseline.instance)}
+    states = {asset.asset: asset.state for asset in status(loaded.pipeline, services, baseline.instance)}
     report = materialize(loaded, services, baseline.instance)
     failures = {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
     assert not failures and len(report.assets) == len(GRAPH), failures
     before = baseline.fingerprints[row.recipe]
     letters = "".join(
-        _letter(a.asset, said[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets
+        _letter(a.asset, states[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets
     )
     shown = latest(baseline.instance, loaded.pipeline.key("reference_logprobs")).metadata
     return letters, int(shown["cache_misses"])
@@ -164,7 +164,7 @@ TABLE: dict[str, Row] = {
     "file read in another way": Row(edits.rename_extension, SAME_PAIRS, 0),
     "file moved, found by a glob": Row(edits.move_data, NOTHING),
     "file touched": Row(edits.touch_data, NOTHING),
-    "file written in other words": Row(edits.rewrite_data, SAME_PAIRS, 0),
+    "rewritten file": Row(edits.rewrite_data, SAME_PAIRS, 0),
     "the same rows as Parquet": Row(edits.data_as_parquet, SAME_PAIRS, 0),
     "file split in two": Row(edits.split_data, "C. .... Cc .r rrr", 0),
     "a file held out": Row(edits.hold_out_a_file, NEW_DATA, 0),
@@ -182,8 +182,8 @@ TABLE: dict[str, Row] = {
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),
     # Tokenizer
     "tokenizer moved, away from config.json": Row(edits.move_tokenizer, SAME_SPEC, 0),
-    "tokenizer.json in other words": Row(edits.respell_tokenizer, SAME_SPEC, 0),
-    "tokenizer saved again": Row(retokenizer(lambda words: None), SAME_SPEC, 0),
+    "rewritten tokenizer.json": Row(edits.respell_tokenizer, SAME_SPEC, 0),
+    "tokenizer saved again": Row(retokenizer(lambda tokenizer: None), SAME_SPEC, 0),
     "padding token": Row(retokenizer(edits.pad_with_the_end), ".. c..C .r .r rrC", 0),
     "model_max_length": Row(edits.shorten_model_max_length, ".. c..C .r .r rrC", 0),
     "a token is added": Row(retokenizer(edits.add_token), SAME_TOKENS, 0),
@@ -271,7 +271,7 @@ TABLE: dict[str, Row] = {
     "less memory, compiled": Row(fields("compute", FASTER), NOTHING),
     "all else of compute": Row(fields("compute", COMPUTE), NOTHING),
     "automation": Row(fields("automation", AUTOMATION), NOTHING),
-    "recipe in other words": Row(edits.rewrite_recipe, NOTHING),
+    "rewritten recipe": Row(edits.rewrite_recipe, NOTHING),
     # Another version of an asset's algorithm
     "code: preference_source": Row(code_version("preference_source"), "n. .... .. .. ...", 0),
     "code: base_model": Row(code_version("base_model"), ".n .... .. .. ...", 0),

@@ -4,6 +4,7 @@ A stand-in for a changed library has another version and gives another result, a
 table covers versions that change nothing.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from assets.pipeline.pipeline import Services
 from tests.workflows.edits import Sandbox, another_device, software
+from tests.workflows.homes import check_values
 from tests.workflows.in_process import PAIRS, Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.protocol.events import Event
@@ -77,8 +79,7 @@ def test_upgrade_that_gives_other_tokens_tokenizes_again_and_trains_on_them(
 ) -> None:
     other_ids(sandbox, " capital")
     outcomes, notes = run(baseline, sandbox)
-    assert "give other tokens than" in notes and "all pairs are tokenized again" in notes
-    assert "the chosen response of row 16 (preferences.jsonl, line 17)" in notes  # the first pair of a capital
+    check_values(notes, "other tokens", "row 16 (preferences.jsonl, line 17)")  # the first pair of a capital
     changed = ("tokenized_pairs", "reference_logprobs", *BELOW)
     assert {name: outcomes[name] for name in changed} == dict.fromkeys(changed, ("computed", True))
     assert outcomes["tokenization_spec"] == ("computed", False)
@@ -89,7 +90,7 @@ def test_upgrade_that_gives_other_log_probs_scores_and_trains_again(baseline: Ba
     sandbox.patch.setattr(LlamaRMSNorm, "forward", lambda self, states: 1.02 * forward(self, states))
     software("torch")(sandbox)
     outcomes, notes = run(baseline, sandbox)
-    assert "give other log-probs than those it was made with" in notes and "Its sequences are scored again" in notes
+    assert "other log-probs" in notes
     changed = ("reference_logprobs", *BELOW)
     assert {name: outcomes[name] for name in changed} == dict.fromkeys(changed, ("computed", True))
     assert outcomes["tokenized_pairs"] == ("reused", False)
@@ -101,22 +102,21 @@ def test_status_and_plan_after_an_upgrade_name_the_versions(baseline: Baseline, 
     pipeline = load_recipe(sandbox.folder).pipeline
     states = {asset.asset: asset for asset in status(pipeline, baseline.services, baseline.instance)}
     assert states["tokenized_pairs"].state == "fresh"
-    words = "device cpu -> NVIDIA H100 80GB HBM3"
-    assert states["reference_logprobs"].causes == (words,)
-    assert all(states[name].causes == (f"reference_logprobs: {words}",) for name in BELOW)
+    change = "device cpu -> NVIDIA H100 80GB HBM3"
+    assert states["reference_logprobs"].causes == (change,)
+    assert all(states[name].causes == (f"reference_logprobs: {change}",) for name in BELOW)
     planned = {asset.asset: asset for asset in plan(pipeline, baseline.services, baseline.instance)}
     table = planned["reference_logprobs"]
     assert (table.action, table.work) == ("compute", {"sequences": 2 * PAIRS, "missing": 0, "compared": 2 * PAIRS})
     assert {planned[name].action for name in BELOW} == {"reuse"}
     outcomes, notes = run(baseline, sandbox)
-    assert (
-        f"{2 * PAIRS} sequences that other versions of the libraries, or another device, scored have the same" in notes
-    )
+    compared = f"{2 * PAIRS} sequences .* another device .* the same log-probs"
+    assert re.search(compared, notes), notes
     assert outcomes["reference_logprobs"] == ("computed", False)
     assert {outcomes[name] for name in BELOW} == {("reused", False)}
     assert {asset.state for asset in status(pipeline, baseline.services, baseline.instance)} == {"fresh"}
     _, notes = run(baseline, sandbox)
-    assert "sequences that other versions" not in notes, "once for each artifact"
+    assert not re.search(compared, notes), "once for each artifact"
 
 
 def test_home_in_which_no_versions_were_recorded_is_compared_once_and_trains_nothing(
@@ -136,4 +136,4 @@ def test_home_in_which_no_versions_were_recorded_is_compared_once_and_trains_not
     outcomes, notes = run(baseline, sandbox)
     assert {outcomes[name] for name in BELOW} == {("reused", False)}
     assert outcomes["reference_logprobs"] == ("computed", False)
-    assert "to score" in notes and f"{2 * PAIRS} known, 0 to score" in notes
+    assert f"{2 * PAIRS} known, 0 to score" in notes
