@@ -65,7 +65,7 @@ def test_rows_by_messages_ignores_newer_columns(tmp_path: Path):
 
 
 def test_rows_by_pair_with_a_source_returns_only_its_pairs(tmp_path: Path):
-    """The pair a-b is in both sources. An older table without the column has no pairs of a named source."""
+    """The pair a-b is in both sources. An older table lacks the column, so a named source matches nothing."""
     rows = [
         {"chosen_key": chosen, "rejected_key": rejected, "source_name": name}
         for chosen, rejected, name in (("a", "b", "old"), ("c", "d", "old"), ("e", "f", None), ("a", "b", "new"))
