@@ -1,4 +1,4 @@
-"""Rows by hand, and properties of any row: what each token sees is what it would see alone."""
+"""Rows derived by hand, and a property of any row: a token attends to the same tokens as in a row of its own."""
 
 import torch
 from hypothesis import given
@@ -10,12 +10,12 @@ CPU = torch.device("cpu")
 
 
 def sequence(ids: list[int], first: int) -> TokenSequence:
-    """`ids` with a response that begins at `first`."""
+    """Return `ids` with a response from index `first` on."""
     return TokenSequence(torch.tensor(ids), torch.arange(len(ids)) >= first)
 
 
-def test_by_hand():
-    """Prompt 1 2 3; responses 4 5 6 and 4 7: the 4 is shared. The last token of each is predicted, and predicts nothing."""
+def test_build_row_of_two_groups_by_hand():
+    """Prompt 1 2 3; responses 4 5 6 and 4 7: the 4 is shared. The last token of each response is only a target."""
     row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 4, 7], 3)], [sequence([8, 9], 1)]], CPU)
     assert row.ids_T.tolist() == [1, 2, 3, 4, 5, 8]
     assert row.positions_T.tolist() == [0, 1, 2, 3, 4, 0]
@@ -26,7 +26,7 @@ def test_by_hand():
 
 
 def test_masks_by_hand():
-    """A response of 2 after a prefix of 3; with a window of 2 each query sees itself and the token before."""
+    """A response of 2 after a prefix of 3. With a window of 2 each query attends to itself and the token before."""
     row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
     assert row.plan.mask(0, None) is None
     assert row.plan.mask(1, None).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
@@ -40,15 +40,15 @@ def test_gathered_keys_and_values_by_hand():
     gathered = row.plan.gathered
     keys, values = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5], [6, 7, 8, 6, 7, 8, 9, 10, 6, 7, 8, 11]
     assert gathered.copies.rows_G.tolist() == keys + values
-    of_keys = [[0, 3, 8], [1, 4, 9], [2, 5, 10], [6, 24, 24], [7, 24, 24], [11, 24, 24]]
-    of_values = [[12, 15, 20], [13, 16, 21], [14, 17, 22], [18, 24, 24], [19, 24, 24], [23, 24, 24]]
-    assert gathered.copies.places_RC.tolist() == of_keys + of_values
+    key_copies = [[0, 3, 8], [1, 4, 9], [2, 5, 10], [6, 24, 24], [7, 24, 24], [11, 24, 24]]
+    value_copies = [[12, 15, 20], [13, 16, 21], [14, 17, 22], [18, 24, 24], [19, 24, 24], [23, 24, 24]]
+    assert gathered.copies.places_RC.tolist() == key_copies + value_copies
     assert gathered.query_bounds.tolist() == [0, 3, 5, 6] and gathered.key_bounds.tolist() == [0, 3, 8, 12]
     assert (gathered.longest_query, gathered.longest_key) == (3, 5)
     assert gathered.query_bounds.dtype == torch.int32
 
 
-def test_where_nothing_is_shared_no_key_is_gathered():
+def test_a_row_without_prefixes_gathers_no_keys():
     gathered = build_row([[sequence([1, 2, 3], 1)], [sequence([4, 5, 6, 7], 1)]], CPU).plan.gathered
     assert gathered.copies is None and gathered.key_bounds.tolist() == gathered.query_bounds.tolist() == [0, 2, 5]
 
@@ -57,29 +57,29 @@ IDS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
 @given(st.lists(st.lists(IDS, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_every_token_sees_its_own_sequence_and_nothing_else(groups: list[list[list[int]]]):
-    """Following the plan from each row that predicts, the ids it sees are those before its target in its sequence."""
+def test_every_token_attends_to_exactly_its_sequence(groups: list[list[list[int]]]):
+    """By the plan, each predictor attends to the ids before its target in the sequence."""
     sequences = [[sequence(ids, 0) for ids in group] for group in groups]
     row = build_row(sequences, CPU)
-    seen = {}
+    attended = {}
     for number, segment in enumerate(row.plan.segments):
         before: list[int] = []
         if segment.prefix is not None:
             prefix = row.plan.segments[segment.prefix]
             before = row.ids_T[prefix.start : prefix.start + prefix.length].tolist()
-        for at in range(segment.start, segment.start + segment.length):
-            seen[at] = before + row.ids_T[segment.start : at + 1].tolist()
-            assert int(row.positions_T[at]) == len(seen[at]) - 1
+        for index in range(segment.start, segment.start + segment.length):
+            attended[index] = before + row.ids_T[segment.start : index + 1].tolist()
+            assert int(row.positions_T[index]) == len(attended[index]) - 1
         assert row.plan.before(number) == len(before)
-    assert sorted(seen) == list(range(len(row.ids_T)))
+    assert sorted(attended) == list(range(len(row.ids_T)))
     flat = [ids for group in groups for ids in group]
-    expected = [(ids[: at + 1], ids[at + 1]) for ids in flat for at in range(len(ids) - 1)]
-    found = [(seen[int(at)], int(target)) for at, target in zip(row.predictors_N, row.targets_N, strict=True)]
-    assert found == expected
+    expected = [(ids[: index + 1], ids[index + 1]) for ids in flat for index in range(len(ids) - 1)]
+    predictions = zip(row.predictors_N, row.targets_N, strict=True)
+    assert [(attended[int(index)], int(target)) for index, target in predictions] == expected
 
 
 @given(st.lists(IDS, min_size=1, max_size=4))
-def test_the_common_prefix_is_common_and_the_longest(runs: list[list[int]]):
+def test_common_prefix_is_the_longest_common_beginning(runs: list[list[int]]):
     found = common_prefix([torch.tensor(run) for run in runs])
     assert len({tuple(run[:found]) for run in runs}) == 1
     assert len({tuple(run[: found + 1]) for run in runs}) > 1 or any(len(run) == found for run in runs)

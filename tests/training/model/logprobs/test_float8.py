@@ -1,4 +1,4 @@
-"""Products of 8-bit floats against float64, on the processor, which has the same numbers as a GPU's tensor cores."""
+"""Products of 8-bit floats, compared with float64. The CPU has the same number format as a GPU's tensor cores."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ TILE = Budget(1 << 22, 0)
 
 
 def rounded_by_hand(rows: Tensor) -> Tensor:
-    """Each row scaled to a largest number of 448, rounded to e4m3 (3 bits after the first, none below 2**-9)."""
+    """Scale each row to a largest number of 448, and round to e4m3 (3 bits after the first, multiples of 2**-9)."""
     scale = rows.double().abs().amax(dim=1, keepdim=True) / 448
     scaled = rows.double() / scale
     unit = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
@@ -24,8 +24,8 @@ def rounded_by_hand(rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 16, 16), (5, 40, 21), (33, 256, 1000)])
-def test_a_product_is_that_of_rounded_operands(rows: int, inner: int, columns: int):
-    """Sizes that are no multiple of 16 too. What is left over is the product's rounding to bfloat16, half of 2**-7."""
+def test_float8_product_equals_the_product_of_rounded_operands(rows: int, inner: int, columns: int):
+    """Some sizes are not multiples of 16. The tolerance is the product's rounding to bfloat16, half of 2**-7."""
     random = torch.Generator().manual_seed(0)
     left, right = torch.randn(rows, inner, generator=random), torch.randn(inner, columns, generator=random)
     found, expected = float8_product(left, right), rounded_by_hand(left) @ rounded_by_hand(right.T).T
@@ -33,12 +33,12 @@ def test_a_product_is_that_of_rounded_operands(rows: int, inner: int, columns: i
     assert ((found - expected).abs() <= 2.0**-8 * expected.abs() + 1e-3 * expected.std()).all()
 
 
-def test_a_row_of_zeros_stays_one():
+def test_float8_product_of_zero_rows_is_zero():
     assert not float8_product(torch.zeros(2, 16), torch.ones(16, 3)).any()
 
 
 class Watch(TorchDispatchMode):
-    """Notes rows, terms and columns of the products of 8-bit floats within the block, and the bytes of all new tensors."""
+    """Records rows, terms and columns of 8-bit products within the block, and the bytes of all new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,40 +46,40 @@ class Watch(TorchDispatchMode):
         self.written = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten._scaled_mm.default:
             self.products.append((*args[0].shape, args[1].shape[1]))
         if not function.is_view:
-            self.written += made.nbytes if torch.is_tensor(made) else 0
-        return made
+            self.written += result.nbytes if torch.is_tensor(result) else 0
+        return result
 
 
-@pytest.mark.parametrize(("way", "bytes_a_weight"), [("of logits", 5), ("of hidden states", 6)])
-def test_the_weights_are_written_as_often_as_it_takes(way: str, bytes_a_weight: int):
-    """Their quotients by the scale are float32 and rounded to 8 bits, which are laid out anew where columns become rows."""
+@pytest.mark.parametrize(("product", "bytes_per_weight"), [("of logits", 5), ("of hidden states", 6)])
+def test_float8_product_writes_five_or_six_bytes_per_weight(product: str, bytes_per_weight: int):
+    """Once in float32, divided by the scale, and once in 8 bits. A transposed operand is copied once more in 8 bits."""
     weight_VH = torch.randn(4_096, 512).bfloat16()
-    right = weight_VH.T if way == "of logits" else weight_VH
+    right = weight_VH.T if product == "of logits" else weight_VH
     with Watch() as watch:
         float8_product(torch.randn(1, len(right)).bfloat16(), right)
-    assert bytes_a_weight * weight_VH.numel() < watch.written < 1.1 * bytes_a_weight * weight_VH.numel()
+    assert bytes_per_weight * weight_VH.numel() < watch.written < 1.1 * bytes_per_weight * weight_VH.numel()
 
 
-def test_no_sum_is_longer_than_kernels_for_few_rows_take():
-    """9,216 terms for 127 rows of 3,072 columns are refused on an H100, and 3,072 terms are not (pytorch/ao, issue 4582)."""
+def test_sums_are_short_enough_for_kernels_with_few_rows():
+    """On an H100 a product of 127 rows with 9,216 terms has no kernel, with 3,072 terms it has (pytorch/ao, issue 4582)."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 32, generator=random), torch.randn(9_300, 32, generator=random)
     hidden, weight = (operand.bfloat16().requires_grad_() for operand in (hidden, weight))
     targets = torch.randint(9_300, (6,), generator=random)
     with Watch() as watch:
         found = token_logprobs(hidden, targets, Head(weight, options=FLOAT8), budget=TILE)[0]
-        [ours] = torch.autograd.grad(found.sum(), hidden)
-        wide = float8_product(torch.ones(2, 9_216), torch.ones(9_216, 16))
-    assert wide.equal(torch.full((2, 16), 9_216.0))
+        [gradient] = torch.autograd.grad(found.sum(), hidden)
+        long_sum = float8_product(torch.ones(2, 9_216), torch.ones(9_216, 16))
+    assert long_sum.equal(torch.full((2, 16), 9_216.0))
     assert {columns for _, _, columns in watch.products} == {9_312, 32, 16}
     assert max(terms for _, terms, _ in watch.products) <= 3_072
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])
-    [right] = torch.autograd.grad(exact.sum(), hidden)
-    assert (ours.double() - right.double()).norm() < 0.1 * right.double().norm()
+    [expected] = torch.autograd.grad(exact.sum(), hidden)
+    assert (gradient.double() - expected.double()).norm() < 0.1 * expected.double().norm()
 
 
 ON_GPU = pytest.mark.skipif(
@@ -90,7 +90,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])]
 
 
 def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """400 tokens of a vocabulary of 8,192; logits with a standard deviation of 3.2, which models have."""
+    """Return operands of 400 tokens and 8,192 entries. Logits have a standard deviation of 3.2, as in real models."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(400, 512, generator=random), 0.14 * torch.randn(8_192, 512, generator=random)
     targets = torch.randint(8_192, (400,), generator=random)
@@ -99,10 +99,10 @@ def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_it_costs(device: str):
-    """A token's log-prob is off by 3.7% of the spread of the logits: 0.12 nats here, and the sum of 400 tokens by a few nats.
+def test_float8_errors_of_log_probs_and_gradients_are_bounded(device: str):
+    """A token's error is 3.7% of the logits' standard deviation, here 0.12 nats; the sum of 400 tokens is off by a few nats.
 
-    That is a thousand times the error of the exact head, so what is scored without gradients is never scored this way.
+    This is a thousand times the error of the exact head, so scoring without gradients never uses float8.
     """
     hidden, weight, targets = operands(device)
     logits = hidden.double() @ weight.double().T
@@ -111,8 +111,8 @@ def test_what_it_costs(device: str):
     errors = found.detach().double() - exact.detach()
     assert 0.03 < errors.square().mean().sqrt() / logits.std() < 0.045
     assert abs(errors.sum()) < 10
-    ours, right = (torch.autograd.grad(of.sum(), (hidden, weight)) for of in (found, exact))
-    for one, other in zip(ours, right, strict=True):
+    gradients, expected = (torch.autograd.grad(values.sum(), (hidden, weight)) for values in (found, exact))
+    for one, other in zip(gradients, expected, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.double() - other.double()).norm() < 0.05 * other.double().norm()
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_what_it_costs(device: str):
 
 @pytest.mark.gpu
 @ON_GPU
-def test_on_a_gpu_a_product_is_that_of_rounded_operands():
+def test_float8_product_on_a_gpu_equals_the_product_of_rounded_operands():
     random = torch.Generator().manual_seed(0)
     left, right = torch.randn(37, 256, generator=random), torch.randn(256, 1001, generator=random)
     expected = (rounded_by_hand(left) @ rounded_by_hand(right.T).T).float()

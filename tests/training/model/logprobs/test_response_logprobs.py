@@ -1,4 +1,4 @@
-"""`response_logprobs` against plain transformers: float64, one sequence at a time, no padding, log-softmax of all logits."""
+"""`response_logprobs`, compared with plain transformers: float64, one sequence at a time, log-softmax of all logits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def random_sequences(vocabulary: int, count: int, longest: int, seed: int = 0) -> list[TokenSequence]:
-    """Of many lengths, with masks of a suffix, of separate turns, of one token, and of none."""
+    """Return sequences of many lengths, with masks of a suffix, of separate turns, of one token, and empty masks."""
     random = np.random.default_rng(seed)
     sequences = []
     for n in range(count):
@@ -43,7 +43,7 @@ def score(model: PreTrainedModel, sequences: list[TokenSequence]) -> LogProbs:
 
 
 def plain(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
-    """The log-prob of every masked token but the first of the sequence."""
+    """Return the log-prob of every masked token except the first token of the sequence."""
     logprobs_TV = model(input_ids=sequence.ids_T[None]).logits[0, :-1].log_softmax(-1)
     targets_T = sequence.ids_T[1:]
     return logprobs_TV[torch.arange(len(targets_T)), targets_T][sequence.mask_T[1:]]
@@ -53,9 +53,9 @@ def per_sequence(logprobs: LogProbs) -> list[np.ndarray]:
     return np.split(np.asarray(logprobs.tokens_N), np.cumsum(np.asarray(logprobs.counts_S))[:-1])
 
 
-def rotating(kind: str, **more: object) -> PreTrainedModel:
-    """Made for 16 positions, in float64; its head of size 8 has four frequencies."""
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **more}
+def with_rope(kind: str, **fields: object) -> PreTrainedModel:
+    """Return a float64 model trained for 16 positions; heads of size 8 have four frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **fields}
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
     torch.manual_seed(0)
@@ -67,21 +67,21 @@ def rotating(kind: str, **more: object) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 18, 40])
-def test_a_row_is_as_long_as_its_sequence_where_that_decides_its_positions(length: int):
-    """Of 17 tokens 16 predict something; plain transformers runs all of them, and turns to the long factors."""
-    model = rotating("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+def test_longrope_rows_keep_the_full_length_of_their_sequence(length: int):
+    """The last token predicts nothing, but transformers runs it too: 17 tokens switch to the long factors."""
+    model = with_rope("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
     ids = torch.randint(64, (length,), generator=torch.Generator().manual_seed(length))
     sequence = TokenSequence(ids, torch.arange(length) >= 6)
     torch.testing.assert_close(score(model, [sequence]).tokens_N.double(), plain(model, sequence), atol=1e-5, rtol=0)
 
 
-def test_a_sequence_beyond_dynamic_positions_is_refused():
-    """transformers widens them for a long one, and goes on so: a short one that comes later has other log-probs."""
-    model = rotating("dynamic")
+def test_a_sequence_beyond_dynamic_positions_raises():
+    """transformers rescales the positions for a long sequence. Later short sequences would have other log-probs."""
+    model = with_rope("dynamic")
     ids = torch.randint(64, (17,), generator=torch.Generator().manual_seed(1))
     fits, too_long = (TokenSequence(ids[:n], torch.arange(n) >= 6) for n in (16, 17))
     torch.testing.assert_close(score(model, [fits]).tokens_N.double(), plain(model, fits), atol=1e-5, rtol=0)
-    with pytest.raises(ModelError, match=r"has 17 tokens, .* trained for 16: .* set `tokenization.max_length: 16`"):
+    with pytest.raises(ModelError, match=r" 17 tokens, .* 16: .*`tokenization.max_length: 16` \[sequence-too-long\]"):
         collate(model, [fits, too_long])
 
 
@@ -91,38 +91,38 @@ def folder(request, shared_data) -> Path:
 
 
 @pytest.mark.shared
-def test_tokens_agree_with_float64_one_sequence_at_a_time(folder):
+def test_log_probs_of_tokens_equal_float64(folder):
     model = load_model(folder, "float32", CPU)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     sequences = random_sequences(model.config.vocab_size, 24, 200)
     with torch.no_grad():
         found, expected = score(model, sequences), [plain(exact, s).numpy() for s in sequences]
     assert found.counts_S.tolist() == [len(e) for e in expected]
-    for tokens, sums, exactly in zip(per_sequence(found), found.sums_S, expected, strict=True):
-        np.testing.assert_allclose(tokens, exactly, atol=2e-5, rtol=0)
-        assert sums == pytest.approx(exactly.sum(), abs=1e-3)
+    for tokens, total, exact_tokens in zip(per_sequence(found), found.sums_S, expected, strict=True):
+        np.testing.assert_allclose(tokens, exact_tokens, atol=2e-5, rtol=0)
+        assert total == pytest.approx(exact_tokens.sum(), abs=1e-3)
 
 
 @pytest.mark.shared
-def test_a_story_is_likelier_than_its_words_shuffled(shared_data):
-    """Not a number but a meaning: a model of children's stories prefers the story."""
+def test_a_story_is_more_probable_than_its_shuffled_tokens(shared_data):
+    """The model was trained on children's stories."""
     model = load_model(shared_data / "models" / "stories260K", "float32", CPU)
     with torch.no_grad():
         story = model.generate(torch.tensor([[1]]), max_new_tokens=60, do_sample=False)[0]
     shuffled = torch.cat([story[:1], story[1:][torch.randperm(len(story) - 1, generator=torch.manual_seed(0))]])
     mask = torch.arange(len(story)) > 0
-    told, mixed = score(model, [TokenSequence(story, mask), TokenSequence(shuffled, mask)]).sums_S
-    assert told > mixed / 4
+    story_sum, shuffled_sum = score(model, [TokenSequence(story, mask), TokenSequence(shuffled, mask)]).sums_S
+    assert story_sum > shuffled_sum / 4
 
 
 def gpt2(seed: int = 0) -> PreTrainedModel:
-    """Learned absolute positions: the kind of model that a shift in its row would upset."""
+    """Return a model with learned absolute positions: a shift in its row would change the results."""
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
     return GPT2LMHeadModel(config).eval()
 
 
-def test_neighbours_change_nothing():
+def test_other_sequences_of_a_batch_do_not_change_log_probs():
     model, sequences = gpt2().double(), random_sequences(61, 12, 40)
     together = per_sequence(score(model, sequences))
     backwards = per_sequence(score(model, sequences[::-1]))[::-1]
@@ -132,7 +132,7 @@ def test_neighbours_change_nothing():
         np.testing.assert_allclose(other, single, atol=1e-5)
 
 
-def test_sums_have_the_gradient_of_plain_transformers():
+def test_gradients_of_sums_equal_plain_transformers():
     model, sequences = gpt2().double(), random_sequences(61, 8, 30)
     weights_S = torch.linspace(-1, 1, 8, dtype=torch.float64)
 
@@ -147,19 +147,19 @@ def test_sums_have_the_gradient_of_plain_transformers():
 
 
 def test_the_first_token_of_a_sequence_has_no_logprob():
-    every = TokenSequence(torch.tensor([5, 6, 7]), torch.ones(3, dtype=torch.bool))
-    assert score(gpt2(), [every]).counts_S.tolist() == [2]
+    all_masked = TokenSequence(torch.tensor([5, 6, 7]), torch.ones(3, dtype=torch.bool))
+    assert score(gpt2(), [all_masked]).counts_S.tolist() == [2]
 
 
-def test_a_batch_without_a_response_is_empty():
-    nothing = TokenSequence(torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.bool))
-    scores = score(gpt2(), [nothing, nothing])
+def test_sequences_without_response_tokens_give_no_log_probs():
+    unmasked = TokenSequence(torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.bool))
+    scores = score(gpt2(), [unmasked, unmasked])
     assert scores.counts_S.tolist() == [0, 0] and scores.sums_S.tolist() == [0, 0] and len(scores.tokens_N) == 0
 
 
 @pytest.mark.shared
-def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
-    """Hidden states are rounded to bfloat16, about 1% of a token's log-prob here; the head rounds nothing."""
+def test_bfloat16_log_probs_are_within_two_percent_of_float64(shared_data):
+    """Hidden states are rounded to bfloat16, about 1% of a token's log-prob here. The head does not round."""
     folder = shared_data / "models" / "tiny-chat"
     model = load_model(folder, "bfloat16", CPU)
     exact = load_model(folder, "bfloat16", CPU).double()
@@ -171,7 +171,7 @@ def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
 
 
 def test_logprobs_sum_in_float64():
-    """2**24 + 1 is no float32. In float32 the policy's sums were off by 1e-4 nats, and the rewards with them."""
+    """float32 cannot hold 2**24 + 1. Float32 sums of log-probs were off by 1e-4 nats, and rewards too."""
     tokens_N = torch.tensor([-(2.0**24), -1.0, -0.5], requires_grad=True)
     sums_S = LogProbs(tokens_N, torch.tensor([2, 0, 1])).sums_S
     assert sums_S.tolist() == [-(2.0**24) - 1, 0.0, -0.5]
