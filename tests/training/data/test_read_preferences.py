@@ -114,8 +114,8 @@ def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_reque
         assert len(done.table("preferences.parquet")) == pairs
         assert ": 1, the first: b.jsonl, line 1" in _notes(done)
         assert ": 5, the first: a.jsonl, line 6" in _notes(done)
-    lines = [(row["source"], row["line"]) for row in kept.table("preferences.parquet")]
-    assert lines == [("a.jsonl", n) for n in (1, 2, 3, 4, 6)] + [("b.jsonl", n) for n in (1, 2, 3, 4)] + [
+    origins = [(row["source"], row["line"]) for row in kept.table("preferences.parquet")]
+    assert origins == [("a.jsonl", n) for n in (1, 2, 3, 4, 6)] + [("b.jsonl", n) for n in (1, 2, 3, 4)] + [
         ("c.jsonl", 1)
     ]
     assert len({row["identity"] for row in kept.table("preferences.parquet")}) == 5

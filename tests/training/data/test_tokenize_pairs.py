@@ -1,4 +1,4 @@
-"""The `pairs` job against transformers' own masks, an oracle made by other code, and rows built by hand."""
+"""The `pairs` job. Oracles: transformers' masks, counts by other code, and rows made by hand."""
 
 import json
 import sys
@@ -20,12 +20,12 @@ SIDES = ("chosen", "rejected")
 
 @pytest.fixture
 def real_rows(shared_data):
-    """The real rows of the given numbers."""
+    """Read the real rows with these numbers."""
 
     def real_rows(numbers):
-        wanted = set(numbers)
+        selected = set(numbers)
         with (shared_data / "preferences-real.jsonl").open("rb") as file:
-            return [json.loads(line) for number, line in enumerate(file) if number in wanted]
+            return [json.loads(line) for number, line in enumerate(file) if number in selected]
 
     return real_rows
 
@@ -35,8 +35,10 @@ def _conversation(row, side):
 
 
 @pytest.mark.parametrize(("train_on", "trained"), [("last_response", "n_suffix"), ("assistant_turns", "n_mask")])
-def test_lengths_and_masks_of_tiny_chat(workshop, shared_data, tiny_chat, real_rows, train_on, trained):
-    """353 held-out rows: the counts were made by plain transformers when the log-probs of the oracle were."""
+def test_pairs_of_tiny_chat_have_the_lengths_and_masks_of_transformers(
+    workshop, shared_data, tiny_chat, real_rows, train_on, trained
+):
+    """The counts of 353 held-out rows come from transformers, like the log-probs in the same file."""
     oracle = json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"]
     rows = real_rows(entry["row"] for entry in oracle)
     done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, train_on=train_on))
@@ -48,19 +50,19 @@ def test_lengths_and_masks_of_tiny_chat(workshop, shared_data, tiny_chat, real_r
             counts = {**entry[side], "n_suffix": entry[side]["n_total"] - entry[side]["n_prompt"]}
             sequence = pairs.sequence(index, side)
             assert (len(sequence.ids_T), int(sequence.mask_T.sum())) == (counts["n_total"], counts[trained])
-            theirs = tokenizer.apply_chat_template(
+            expected = tokenizer.apply_chat_template(
                 _conversation(row, side), return_dict=True, return_assistant_tokens_mask=True
             )
-            assert sequence.ids_T.tolist() == theirs["input_ids"]
+            assert sequence.ids_T.tolist() == expected["input_ids"]
             if train_on == "assistant_turns":
                 start = entry[side]["n_prompt"]
-                assert sequence.mask_T[start:].int().tolist() == theirs["assistant_masks"][start:]
+                assert sequence.mask_T[start:].int().tolist() == expected["assistant_masks"][start:]
                 assert not sequence.mask_T[:start].any()
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "phi-3-mini"])
-def test_tokens_of_published_templates(workshop, shared_data, real_rows, name):
-    """Every 20th real row; the ids are what apply_chat_template gives, the response ends as the template says."""
+def test_pairs_of_published_templates_have_the_tokens_of_transformers(workshop, shared_data, real_rows, name):
+    """Every 20th real row. The responses end with the template's end of turn."""
     rows = real_rows(range(0, 7285, 20))
     spec = workshop.tokenizer(shared_data / "tokenizers" / name, max_length=4096)
     done = workshop.pairs(workshop.rows(rows), spec)
@@ -87,8 +89,8 @@ def _template(tmp_path, text):
     return path
 
 
-def test_one_bos_if_the_template_writes_it_and_none_if_not(workshop, shared_data, tmp_path):
-    """mistral-v3's BOS is id 1, and its tokenizer puts one before every text that is not said to have its own."""
+def test_pairs_have_one_bos_only_if_the_template_writes_it(workshop, shared_data, tmp_path):
+    """mistral-v3's BOS is id 1. By default, its tokenizer adds it to every text."""
     folder, turns = (
         shared_data / "tokenizers" / "mistral-v3",
         "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
@@ -100,8 +102,8 @@ def test_one_bos_if_the_template_writes_it_and_none_if_not(workshop, shared_data
         assert [pairs.sequence(0, side).ids_T.tolist().count(1) for side in SIDES] == [expected, expected]
 
 
-def test_a_template_that_rewrites_the_prompt_is_caught_with_the_tokens(workshop, tiny_chat, tmp_path):
-    """As "thinking" templates do, this one opens a block in the generation prompt that the conversation lacks."""
+def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(workshop, tiny_chat, tmp_path):
+    """Like "thinking" templates, this one opens a block in the generation prompt that the conversation lacks."""
     text = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
@@ -113,13 +115,13 @@ def test_a_template_that_rewrites_the_prompt_is_caught_with_the_tokens(workshop,
     assert (drop["row"], drop["reason"]) == (0, "prompt is not a prefix")
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
-    place = len(tokenizer(prompt)["input_ids"])
-    ids = tokenizer(prompt + "<think>")["input_ids"][place:], tokenizer(prompt + "Because.")["input_ids"][place:]
-    assert f"at token {place} of {place + len(ids[0])}" in drop["detail"]
+    start = len(tokenizer(prompt)["input_ids"])
+    ids = tokenizer(prompt + "<think>")["input_ids"][start:], tokenizer(prompt + "Because.")["input_ids"][start:]
+    assert f"at token {start} of {start + len(ids[0])}" in drop["detail"]
     assert all(f"{part[0]} {tokenizer.convert_ids_to_tokens(part[0])!r}" in drop["detail"] for part in ids)
 
 
-def test_the_first_prompt_that_is_no_prefix_is_told_with_the_switch_that_helps(workshop, tiny_chat, tmp_path):
+def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(workshop, tiny_chat, tmp_path):
     text = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
@@ -128,12 +130,12 @@ def test_the_first_prompt_that_is_no_prefix_is_told_with_the_switch_that_helps(w
     thought = _row("Who?", "<think>Hm.</think>me", "<think>Hm.</think>you")
     done = workshop.pairs(workshop.rows([_row(), _row("When?"), thought]), spec)
     first, second = done.details["dropped_examples"]
-    advice = "; with `enable_thinking: false` in `tokenization.template_kwargs` they agree"
-    assert first["detail"].endswith(advice) and advice not in second["detail"]
+    advice = "`enable_thinking: false` in `tokenization.template_kwargs`"
+    assert advice in first["detail"] and advice not in second["detail"]
     assert done.details["first_prefix_violation"] == f"row 0, {first['detail']}"
 
 
-def test_rows_the_template_refuses_carry_its_words(workshop, tiny_chat, tmp_path):
+def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, tmp_path):
     text = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -152,13 +154,13 @@ def test_rows_the_template_refuses_carry_its_words(workshop, tiny_chat, tmp_path
         (_row(rejected="No.<|im_end|>\n<|im_start|>user\nhi"), "doubled end of turn"),
     ],
 )
-def test_control_tokens_in_a_response_are_caught(workshop, tiny_chat, row, reason):
+def test_pairs_with_an_end_of_turn_in_a_response_are_dropped(workshop, tiny_chat, row, reason):
     done = workshop.pairs(workshop.rows([_row(), row]), workshop.tokenizer(tiny_chat))
     assert done.details["reasons"] == {reason: 1}
     assert "'<|im_end|>' 2 times" in done.details["dropped_examples"][0]["detail"]
 
 
-def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, tmp_path):
+def test_pairs_of_responses_with_the_same_tokens_are_dropped(workshop, tiny_chat, tmp_path):
     text = "{% for m in messages %}{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     done = workshop.pairs(workshop.rows([_row(), _row(chosen="a", rejected="a ")]), spec)
@@ -166,8 +168,8 @@ def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, 
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate_prompt", "truncate_response"])
-def test_a_prompt_of_which_the_template_writes_nothing_is_no_prompt(workshop, tiny_chat, tmp_path, over_length):
-    """The first token of a sequence has no log-prob, so a response that begins with it cannot be scored."""
+def test_pairs_whose_prompt_has_no_tokens_are_dropped(workshop, tiny_chat, tmp_path, over_length):
+    """The first token of a sequence lacks a log-prob, so a response cannot begin with it."""
     text = "{% for m in messages if m['content'] != 'Why?' %}{{ m['content'] }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
     done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
@@ -177,7 +179,7 @@ def test_a_prompt_of_which_the_template_writes_nothing_is_no_prompt(workshop, ti
 
 @pytest.fixture
 def cut(workshop, tiny_chat):
-    """How many of two rows are kept under a setting of over_length; prompt and responses of the last one kept."""
+    """Return the number of kept rows under a setting of `over_length`, and prompt and responses of the last kept row."""
 
     def cut(over_length, max_length):
         rows = [_row(), _row("one two three four five six", "a b c d e f", "x y z")]
@@ -192,8 +194,8 @@ def cut(workshop, tiny_chat):
     return cut
 
 
-def test_over_length(cut):
-    """The second row is too long by three tokens; each setting takes them from where it says, from nowhere else."""
+def test_over_length_drops_truncates_or_raises(cut):
+    """The second row is three tokens too long."""
     _, prompt, chosen, rejected = cut("drop", 1024)
     total = len(prompt) + len(chosen)
     assert len(rejected) < len(chosen)
@@ -202,7 +204,7 @@ def test_over_length(cut):
     assert cut("truncate_response", total - 3) == (2, prompt, chosen[:-3], rejected[: len(chosen) - 3])
     for setting in ("drop", "truncate_prompt", "truncate_response", "error"):
         assert cut(setting, total) == (2, prompt, chosen, rejected)
-    with pytest.raises(DataError, match=rf"row 1 \(rows\d+\.jsonl, line 2\) has {total} tokens.*max_length"):
+    with pytest.raises(DataError, match=rf"row 1 \(rows\d+\.jsonl, line 2\) .*{total} tokens.*\[pair-too-long\]"):
         cut("error", total - 1)
 
 
@@ -213,18 +215,18 @@ def test_over_length(cut):
         (1, 7, [1, 4, 5]),  # the BOS is one of the 3
         (1, 6, [1, 5]),
         (None, 5, [5]),
-        (1, 5, None),  # a BOS alone is no prompt
+        (1, 5, None),  # a BOS alone is not a prompt
         (None, 4, None),
-        (9, 7, [3, 4, 5]),  # this template writes no BOS: nothing to keep
+        (9, 7, [3, 4, 5]),  # this template does not write a BOS
     ],
 )
-def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
-    """Whichever of the responses is the longer one."""
+def test_fit_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
+    """Either response may be the longer one."""
     longer, shorter = ResponseTokens([6] * 4, [True] * 4), ResponseTokens([7], [True])
     for responses in ((longer, shorter), (shorter, longer)):
         pair = EncodedPair([1, 2, 3, 4, 5], *responses)
         if prompt is None:
-            with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
+            with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\).* {max_length}$"):
                 fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
         else:
             assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == EncodedPair(prompt, *responses)
@@ -234,29 +236,29 @@ _SPANS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)).map(lambda sp
 
 
 @given(_SPANS.map(sorted), _SPANS)
-def test_inside_is_overlap_with_any_span(offsets, spans):
+def test_inside_returns_overlap_with_any_span(offsets, spans):
     overlaps = [any(start < end_ and end > start_ for start_, end_ in spans) for start, end in offsets]
     assert inside(offsets, spans) == overlaps
 
 
-def test_spans_of_many_turns_are_not_compared_with_every_token():
-    """An answer of 4,000 messages, 287 kB, took three seconds; one of 4 MB would take ten minutes."""
-    places, calls = [(n, n + 1) for n in range(1000)], []
+def test_inside_of_many_spans_takes_linear_time():
+    """With quadratic time, a response of 4,000 messages (287 kB) took three seconds. 4 MB would take ten minutes."""
+    spans, calls = [(n, n + 1) for n in range(1000)], []
     sys.setprofile(lambda *_: calls.append(_))
     try:
-        inside(places, places)
+        inside(spans, spans)
     finally:
         sys.setprofile(None)
-    assert len(calls) < 10 * len(places)
+    assert len(calls) < 10 * len(spans)
 
 
-def test_a_token_that_reaches_into_a_span_is_inside():
-    """Characters 2 to 5 begin before the first token and end within it; the last token has none."""
+def test_inside_of_a_partly_covered_token_is_true():
+    """By hand: the span 2 to 5 begins before the first token and ends in it. The last token has 0 characters."""
     assert inside([(3, 6), (6, 9), (9, 9)], [(0, 3), (2, 5), (9, 12)]) == [True, False, False]
 
 
-def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
-    """Of 30 tokens, the long responses leave no room for a prompt, the long prompt none for a response."""
+def test_pairs_that_truncation_cannot_fit_are_dropped(workshop, tiny_chat):
+    """Within 30 tokens, a long response leaves no room for a prompt, and a long prompt no room for a response."""
     long = "word " * 60
     rows = [_row(), _row(chosen=long, rejected="no"), _row(prompt=long)]
     for setting, kept in (("truncate_prompt", [0, 2]), ("truncate_response", [0, 1])):
@@ -264,19 +266,19 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         assert done.pairs.rows.tolist() == kept
         assert done.details["reasons"] == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
-    with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\), max_length is 3"):  # room for the prompt alone
+    with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\).* 3$"):  # room for the prompt only
         fit(EncodedPair([1, 2, 3], *[ResponseTokens([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
 
 
 @pytest.mark.parametrize(
-    ("train_on", "room", "words"),
+    ("train_on", "room", "reason"),
     [
-        ("assistant_turns", 1, r"no trained token, none of the 1 tokens of `chosen` is trained"),
-        ("last_response", 2, r"responses have the same tokens, chosen and rejected are the same 2 tokens"),
+        ("assistant_turns", 1, "no trained token, .* 1 tokens of `chosen`"),
+        ("last_response", 2, "responses have the same tokens, .* 2 tokens"),
     ],
 )
-def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_chat, tmp_path, train_on, room, words):
-    """Each answer begins with words of the template, which are not trained by turns, and both with the same word."""
+def test_pairs_truncated_to_untrained_or_same_tokens_are_dropped(workshop, tiny_chat, tmp_path, train_on, room, reason):
+    """Both responses begin with text of the template, which `assistant_turns` does not train, and with the same word."""
     turn = "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, {% generation %}{{ m['content'] }}"
     text = (
         f"{{% for m in messages %}}{turn}<|im_end|>{{% endgeneration %}}{{% else %}}{{{{ m['content'] }}}}<|im_end|>\n"
@@ -284,26 +286,26 @@ def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_ch
     text += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     rules = {"train_on": train_on, "over_length": "truncate_response"}
     rows = workshop.rows([_row(chosen="one two three", rejected="one two four")])
-    whole = workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
-    most = int(whole.prompt_lengths[0]) + room
-    with pytest.raises(DataError, match=words):
+    complete = workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
+    most = int(complete.prompt_lengths[0]) + room
+    with pytest.raises(DataError, match=rf"{reason}.*\[all-pairs-dropped\]"):
         workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
 
 
-def test_no_pair_left_is_an_error(workshop, tiny_chat, tmp_path):
-    with pytest.raises(DataError, match="none of the 1 pairs can be used; the first: over max_length"):
+def test_pairs_that_are_all_dropped_raise(workshop, tiny_chat, tmp_path):
+    with pytest.raises(DataError, match=r"of 1 pairs .*over max_length.*\[all-pairs-dropped\]"):
         workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, max_length=2))
     (template := tmp_path / "reversed.jinja").write_text(
         "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
     )
     with pytest.raises(
-        DataError, match=r"not a prefix, .* mend the chat template \(recipe\.yaml:7: tokenization\.chat_tem"
+        DataError, match=r"not a prefix, .*\(recipe\.yaml:7: tokenization\.chat_template\) \[all-pairs-dropped\]"
     ):
         workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, template))
 
 
-def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
-    """A comment in the template changes the spec and no token; another word, mask or split changes the pairs."""
+def test_fingerprint_covers_tokens_masks_and_splits(workshop, tiny_chat, tmp_path):
+    """A comment in the template changes the spec, but not the pairs."""
     rows = [_row(f"Q{n}", f"A{n}") for n in range(6)]
     text = (tiny_chat / "chat_template.jinja").read_text()
     plain, commented = (
@@ -323,8 +325,8 @@ def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
     assert len({same[0], *(done.made.fingerprint for done in others)}) == 5
 
 
-def test_where_the_prompt_ends_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
-    """Samples are written from there on, so the same ids and masks with another end of the prompt are other pairs."""
+def test_fingerprint_covers_the_end_of_the_prompt(workshop, tiny_chat, tmp_path):
+    """Samples start there, so the same ids and masks with another prompt length are other pairs."""
     text = (tiny_chat / "chat_template.jinja").read_text()
     shorter = text.replace("'<|im_start|>assistant\\n'", "'<|im_start|>'")
     specs = (workshop.tokenizer(tiny_chat, _template(tmp_path, t), train_on="assistant_turns") for t in (text, shorter))
@@ -335,19 +337,19 @@ def test_where_the_prompt_ends_is_part_of_the_identity(workshop, tiny_chat, tmp_
     assert one.made.fingerprint != other.made.fingerprint
 
 
-def test_the_token_that_ends_an_answer_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
-    """It is no token of the pairs, whose template ends a turn as before; samples end there."""
+def test_fingerprint_covers_the_eos_token(workshop, tiny_chat, tmp_path):
+    """Samples end there, although the pairs do not contain it."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(tmp_path / "ends")
     data = workshop.rows([_row()])
-    one, other = (workshop.pairs(data, workshop.tokenizer(place)) for place in (tiny_chat, tmp_path / "ends"))
+    one, other = (workshop.pairs(data, workshop.tokenizer(folder)) for folder in (tiny_chat, tmp_path / "ends"))
     assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
     assert one.made.fingerprint != other.made.fingerprint
 
 
-def test_keys_are_equal_where_ids_and_masks_are(workshop, tiny_chat):
-    """The first two rows share a sequence; the third has the same words on the other side."""
+def test_keys_are_equal_for_equal_ids_and_masks(workshop, tiny_chat):
+    """The first two rows share a sequence. The third has the first row's responses exchanged."""
     rows = [_row(), _row(rejected="Ask."), _row(chosen="No idea.", rejected="Because.")]
     pairs = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat)).pairs
     chosen, rejected = (pairs.keys(side) for side in SIDES)
@@ -361,7 +363,7 @@ def test_keys_are_equal_where_ids_and_masks_are(workshop, tiny_chat):
     assert len({sequence_key(ids, mask), *(sequence_key(*other) for other in others)}) == 4
 
 
-def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
+def test_pairs_artifact_has_consistent_files_counts_and_details(workshop, tiny_chat, real_rows):
     done = workshop.pairs(
         workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
     )
@@ -384,12 +386,12 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
     [*_, last] = [event for event in events if event["event"] == "progress"]
     assert last["done"] == last["total"] == 300
     [first, *_] = done.details["dropped_examples"]
-    told = f"{counts['dropped']} pairs dropped: over max_length, the first: row {first['row']}, {first['detail']}"
-    assert events[-1]["text"] == told
+    values = (f"{counts['dropped']} pairs", "over max_length", f"row {first['row']}, {first['detail']}")
+    assert all(value in events[-1]["text"] for value in values)
 
 
-def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):
-    """Prompts that differ in what this template leaves out: a leak that no split by the prompt's text can prevent."""
+def test_shared_prompts_are_found_by_tokens(workshop, tiny_chat, tmp_path):
+    """The template drops the difference between these prompts, so a split by the prompt's text cannot prevent the leak."""
     text = "{% for m in messages if 'number' not in m['content'] %}{{ m['content'] }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     rows = [_row(system=f"You are number {n}.") for n in range(20)]
@@ -401,9 +403,9 @@ def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):
     assert done.details["first_shared_prompt"] == "row {} (train) and row {} (validation)".format(*first)
 
 
-def test_the_datasets_library_opens_it(workshop, tiny_chat):
+def test_pairs_file_opens_in_datasets(workshop, tiny_chat):
     done = workshop.pairs(workshop.rows([_row(), _row("Who?")]), workshop.tokenizer(tiny_chat))
-    theirs = datasets.Dataset.from_file(str(done.folder / "pairs.arrow"))
-    assert theirs["row"][:] == [0, 1]
-    assert theirs[1]["rejected_ids"] == done.pairs.sequence(1, "rejected").ids_T.tolist()
-    assert theirs[1]["rejected_mask"] == done.pairs.sequence(1, "rejected").mask_T.tolist()
+    dataset = datasets.Dataset.from_file(str(done.folder / "pairs.arrow"))
+    assert dataset["row"][:] == [0, 1]
+    assert dataset[1]["rejected_ids"] == done.pairs.sequence(1, "rejected").ids_T.tolist()
+    assert dataset[1]["rejected_mask"] == done.pairs.sequence(1, "rejected").mask_T.tolist()

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: identities that follow what they do, and refusals that name the fix."""
+"""The `tokenizer` job: fingerprints of tokenizers and chat templates, and errors that name the fix."""
 
 import datetime
 import json
@@ -40,8 +40,8 @@ def write(tmp_path):
     return write
 
 
-def test_a_template_is_what_it_writes(tiny_chat):
-    """The same text is another template with another BOS, which it writes, and the same with another EOS, which it does not."""
+def test_template_fingerprint_follows_the_rendered_text(tiny_chat):
+    """The template writes the BOS, so another BOS changes its fingerprint. It does not write the EOS."""
 
     def identity(**spellings: str) -> str:
         tokenizer = AutoTokenizer.from_pretrained(tiny_chat, **spellings)
@@ -54,7 +54,7 @@ def test_a_template_is_what_it_writes(tiny_chat):
 
 @pytest.fixture
 def copied(tiny_chat, tmp_path):
-    """tiny-chat's tokenizer in a folder of another name, with one of its files edited."""
+    """Copy tiny-chat's tokenizer to another folder, with changes in one file."""
 
     def copied(name="tokenizer_config.json", remove_template=False, **changes):
         folder = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
@@ -71,7 +71,7 @@ def copied(tiny_chat, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["models/tiny-chat", "tokenizers/qwen2.5", "tokenizers/phi-3-mini"])
-def test_renderings_are_those_of_transformers(shared_data, name):
+def test_render_returns_the_text_of_transformers(shared_data, name):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / name)
     template = ChatTemplate(tokenizer, {})
     for turns in PROBES:
@@ -80,7 +80,7 @@ def test_renderings_are_those_of_transformers(shared_data, name):
             assert template.render(turns, prompt)["text"] == expected
 
 
-def test_the_spec_holds_what_tokenizing_needs(workshop, tiny_chat):
+def test_spec_has_all_that_tokenizing_needs(workshop, tiny_chat):
     done = workshop.tokenizer(tiny_chat, max_length=77, over_length="error")
     spec = read_spec(done.folder)
     assert (spec["max_length"], spec["over_length"], spec["train_on"]) == (77, "error", "last_response")
@@ -96,7 +96,7 @@ def test_the_spec_holds_what_tokenizing_needs(workshop, tiny_chat):
     assert str(tiny_chat) not in "".join(path.read_text() for path in done.folder.rglob("*.*") if path.is_file())
 
 
-def test_folder_padding_and_place_of_the_template_change_no_identity(workshop, tiny_chat, copied):
+def test_fingerprint_ignores_folder_padding_and_the_file_of_the_template(workshop, tiny_chat, copied):
     text = (tiny_chat / "chat_template.jinja").read_text()
     truncating = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
     same = [
@@ -113,11 +113,11 @@ def test_folder_padding_and_place_of_the_template_change_no_identity(workshop, t
     assert len({workshop.tokenizer(folder).made.fingerprint for folder in same}) == 1
 
 
-def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write):
+def test_fingerprint_covers_every_ingredient(workshop, tiny_chat, copied, write):
     content = json.loads((tiny_chat / "tokenizer.json").read_text())
     tokens = [*content["added_tokens"], {**content["added_tokens"][0], "id": 2048, "content": "<|new|>"}]
     chatml = (tiny_chat / "chat_template.jinja").read_text()
-    prints = [
+    fingerprints = [
         done.made.fingerprint
         for done in (
             workshop.tokenizer(tiny_chat),
@@ -131,43 +131,39 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
             workshop.tokenizer(tiny_chat, over_length="error"),
         )
     ]
-    assert len(set(prints)) == len(prints)
+    assert len(set(fingerprints)) == len(fingerprints)
 
 
 @pytest.mark.parametrize(
-    ("template", "settings", "words"),
+    ("template", "settings", "error"),
     [
-        ("", {}, r"template\.jinja is empty; expected a Jinja template, or null"),
-        (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`"),
-        ("{{ messages[0].content }}", {}, "does not write a message of the assistant"),
-        ("{{ messages[0].content + 1 }}", {}, r"fails on a question and an answer: can only concatenate str"),
+        ("", {}, r"template\.jinja .*\[empty-chat-template\]"),
+        (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`.*\[template-uses-clock\]"),
+        ("{{ messages[0].content }}", {}, r"a message of the assistant.*\[template-omits-text\]"),
+        ("{{ messages[0].content + 1 }}", {}, r"can only concatenate str.*\[template-fails\]"),
         (
             "{% for m in messages %}{% if loop.first %}{% for p in m.content %}{{ p.text }}{% endfor %}{% else %}"
             "{{ m.content }}{% endif %}{% endfor %}",
             {},
-            "does not write a message of the user",
+            r"a message of the user.*\[template-omits-text\]",
         ),
-        ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
-        (
-            "{% for m in messages %}\n{% endif %}",
-            {},
-            r"template\.jinja, line 2, fails on a question and an answer: .*'endif'",
-        ),
-        ("one\n\n{{ messages[0].no.no }}", {}, r"template\.jinja, line 3, fails on a question and an answer: .*'no'"),
-        ("{{ raise_exception('no chat here') }}", {}, "no chat here"),
+        ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, r"\[template-random\]"),
+        ("{% for m in messages %}\n{% endif %}", {}, r"template\.jinja, line 2, .*'endif'.*\[template-fails\]"),
+        ("one\n\n{{ messages[0].no.no }}", {}, r"template\.jinja, line 3, .*'no'.*\[template-fails\]"),
+        ("{{ raise_exception('no chat here') }}", {}, r"no chat here.*\[template-fails\]"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             {"train_on": "assistant_turns"},
-            r"\{% generation %\}",
+            r"\{% generation %\}.*\[template-marks-no-turns\]",
         ),
     ],
 )
-def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
-    with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{words}"):
+def test_freeze_unusable_template_names_the_fix(workshop, tiny_chat, write, template, settings, error):
+    with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{error}"):
         workshop.tokenizer(tiny_chat, write(template), **settings)
 
 
-def test_a_template_may_take_parts_from_the_user_alone(workshop, tiny_chat, write):
+def test_freeze_template_that_takes_parts_only_from_the_user_accepts_it(workshop, tiny_chat, write):
     text = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
@@ -176,20 +172,18 @@ def test_a_template_may_take_parts_from_the_user_alone(workshop, tiny_chat, writ
     assert spec["end_of_turn"] == {"<|im_end|>": 1}
 
 
-def test_the_template_of_a_processor_is_the_tokenizers(workshop, tiny_chat, copied):
-    """Of models that take images transformers reads it for the processor alone."""
+def test_freeze_tokenizer_uses_the_template_of_a_processor(workshop, tiny_chat, copied):
+    """transformers reads this file only for the processor of models that take images."""
     folder = copied(remove_template=True)
     text = (tiny_chat / "chat_template.jinja").read_text()
-    for content, said in (
-        ("{", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("{}", "KeyError"),
-        ('{"chat_template": 1}', "no chat"),
+    for content, error in (
+        ("{", r"JSONDecodeError.*\[unreadable-chat-template\]"),
+        ("[]", r"TypeError.*\[unreadable-chat-template\]"),
+        ("{}", r"KeyError.*\[unreadable-chat-template\]"),
+        ('{"chat_template": 1}', r"\[no-chat-template\]"),
     ):
         (folder / "chat_template.json").write_text(content)
-        with pytest.raises(
-            TemplateError, match=rf"tokenization\.chat_template: .*{said}.*`tokenization\.chat_template`"
-        ):
+        with pytest.raises(TemplateError, match=rf"tokenization\.chat_template: .*{error}"):
             workshop.tokenizer(folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
     assert workshop.tokenizer(folder).made.fingerprint == workshop.tokenizer(tiny_chat).made.fingerprint
@@ -197,7 +191,7 @@ def test_the_template_of_a_processor_is_the_tokenizers(workshop, tiny_chat, copi
     assert template_text(located) == text
 
 
-def test_a_dated_template_is_fine_once_the_date_is_given(workshop, tiny_chat, write):
+def test_freeze_template_with_a_clock_accepts_a_date_argument(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
     assert read_spec(done.folder)["template_kwargs"] == {"date_string": "26 Jul 2024"}
 
@@ -207,7 +201,7 @@ ALWAYS_DATED = "{{ strftime_now('%d %B %Y') }}|{% for m in messages %}{{ m.conte
 
 
 @pytest.mark.parametrize(("template", "day"), [(DATED, "05 Mar 2026"), (ALWAYS_DATED, "05 March 2026")])
-def test_a_date_in_the_recipe_is_the_day_of_every_conversation(workshop, tiny_chat, write, template, day):
+def test_pairs_with_a_date_have_it_in_every_conversation(workshop, tiny_chat, write, template, day):
     rows = workshop.rows([{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}])
     spec = workshop.tokenizer(tiny_chat, write(template), date="2026-03-05")
     prompt = workshop.pairs(rows, spec).pairs.prompt_ids(0)
@@ -216,15 +210,15 @@ def test_a_date_in_the_recipe_is_the_day_of_every_conversation(workshop, tiny_ch
     assert len({done.made.fingerprint for done in (spec, other)}) == 2
 
 
-def test_a_date_is_part_of_a_template_that_writes_it_now_and_then(workshop, tiny_chat, write):
-    """Here in front of a second question alone, which no probe can be sure to have."""
+def test_fingerprint_covers_a_date_that_probes_do_not_show(workshop, tiny_chat, write):
+    """This template writes the date only for one question."""
     text = "{% for m in messages %}{% if m.content == 'When?' %}{{ strftime_now('%Y') }}{% endif %}{{ m.content }}|{% endfor %}"
     rows = workshop.rows([{"prompt": prompt, "chosen": "Now.", "rejected": "No."} for prompt in ("When?", "Why?")])
     days: list[dict[str, str]] = [{}, {"date": "2025-01-01"}, {"date": "2026-01-01"}]
     specs = [workshop.tokenizer(tiny_chat, write(text), **day) for day in days]
     undated, *dated = [workshop.pairs(rows, spec) for spec in specs]
     assert undated.details["reasons"] == {"rejected by the template": 1}
-    assert undated.details["first_left_out"].endswith("; if it asks for the date of today, set `tokenization.date`")
+    assert undated.details["first_left_out"].endswith("set `tokenization.date`")
     assert len({done.made.fingerprint for done in dated}) == 2 and len({spec.made.fingerprint for spec in specs}) == 3
 
 
@@ -243,8 +237,8 @@ CLOCKS = [
 
 
 @pytest.mark.parametrize("text", CLOCKS)
-def test_a_fixed_date_is_what_the_clock_says_on_that_day(tiny_chat, monkeypatch, text):
-    """Oracle: transformers, for which it is that day."""
+def test_render_with_a_date_returns_the_text_of_transformers_on_that_day(tiny_chat, monkeypatch, text):
+    """Oracle: transformers with a patched clock."""
     tokenizer = load_tokenizer(tiny_chat)
     tokenizer.chat_template = text
 
@@ -258,64 +252,65 @@ def test_a_fixed_date_is_what_the_clock_says_on_that_day(tiny_chat, monkeypatch,
     assert ChatTemplate(tokenizer, {}, "2026-03-05").render([{"role": "user", "content": "x"}])["text"] == expected
 
 
-def test_a_template_that_takes_no_other_words_is_left_to_the_data(workshop, tiny_chat, write):
+def test_freeze_template_that_rejects_the_marked_copy_accepts_it(workshop, tiny_chat, write):
     refuse = "{% if 'mark' in m.content %}{{ raise_exception('no') }}{% endif %}"
     text = "{% for m in messages %}" + refuse + "{{ m.content }}|{% endfor %}"
     assert workshop.tokenizer(tiny_chat, write(text)).details["template"] == text
 
 
-def test_lines_are_those_of_the_template_with_a_date_too(workshop, tiny_chat, write):
+def test_freeze_failing_template_with_a_date_names_the_templates_line(workshop, tiny_chat, write):
     for text in ("one\n\n{{ messages[0].no.no }}", "one\n\n{% endif %}"):
-        with pytest.raises(TemplateError, match=r"template\.jinja, line 3, fails"):
+        with pytest.raises(TemplateError, match=r"template\.jinja, line 3, .*\[template-fails\]"):
             workshop.tokenizer(tiny_chat, write(text), date="2026-03-05")
 
 
-def test_a_date_that_changes_nothing_is_told(workshop, tiny_chat):
+def test_freeze_template_with_an_unused_date_notes_it(workshop, tiny_chat):
     assert "`tokenization.date` changes nothing" in workshop.tokenizer(tiny_chat, date="2026-03-05").events.read_text()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3"])
-def test_no_chat_template_anywhere(workshop, shared_data, write, name):
+def test_freeze_tokenizer_without_a_template_needs_one_of_the_recipe(workshop, shared_data, write, name):
     folder = shared_data / "tokenizers" / name
-    with pytest.raises(TemplateError, match=r"tokenization\.chat_template"):
+    with pytest.raises(TemplateError, match=r"tokenization\.chat_template.*\[no-chat-template\]"):
         workshop.tokenizer(folder)
-    given = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
-    assert list(given.details["end_of_turn"].values()) == [1]
+    done = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
+    assert list(done.details["end_of_turn"].values()) == [1]
 
 
-def test_files_that_changed_since_they_were_hashed_are_refused(workshop, tiny_chat, copied, write):
+def test_freeze_files_that_changed_since_they_were_hashed_raises(workshop, tiny_chat, copied, write):
     folder, template = copied(), write((tiny_chat / "chat_template.jinja").read_text())
     hashes = {name: hash_file(path) for name, path in tokenizer_files(folder).items()}
-    was = {"files": hashes, "chat_template": hash_file(template)}
-    assert workshop.tokenizer(folder, template, **was).details["files"] == hashes
-    with pytest.raises(DataError, match=r"tokenizer\.json changed while it was read: it was 0{12} and is [0-9a-f]{12}"):
-        workshop.tokenizer(folder, template, **{**was, "files": {**hashes, "tokenizer.json": "0" * 64}})
+    recorded = {"files": hashes, "chat_template": hash_file(template)}
+    assert workshop.tokenizer(folder, template, **recorded).details["files"] == hashes
+    with pytest.raises(DataError, match=r"tokenizer\.json .*0{12} .* [0-9a-f]{12}.*\[file-changed\]"):
+        workshop.tokenizer(folder, template, **{**recorded, "files": {**hashes, "tokenizer.json": "0" * 64}})
     write(template.read_text() + "{# since #}")
-    with pytest.raises(DataError, match=r"template\.jinja changed while it was read"):
-        workshop.tokenizer(folder, template, **was)
+    with pytest.raises(DataError, match=r"template\.jinja .*\[file-changed\]"):
+        workshop.tokenizer(folder, template, **recorded)
     (folder / "added_tokens.json").write_text("{}")
-    with pytest.raises(DataError, match=r"changed while it was read: added_tokens\.json came or went"):
-        workshop.tokenizer(folder, None, **was)
+    with pytest.raises(DataError, match=r"added_tokens\.json .*\[file-changed\]"):
+        workshop.tokenizer(folder, None, **recorded)
 
 
-def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):
-    with pytest.raises(TemplateError, match=r"^recipe\.yaml:7: tokenization\.tokenizer: .*nowhere cannot be loaded"):
+def test_freeze_folders_without_a_fast_tokenizer_names_them(workshop, tmp_path, tiny_chat):
+    with pytest.raises(TemplateError, match=r"^recipe\.yaml:7: tokenization\.tokenizer: .*/nowhere ") as caught:
         workshop.tokenizer(tmp_path / "nowhere")
+    assert caught.value.code == "unloadable-tokenizer"
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')
-    with pytest.raises(TemplateError, match="is a CanineTokenizer, not a fast tokenizer; convert it"):
+    with pytest.raises(TemplateError, match=r"CanineTokenizer.*\[slow-tokenizer\]"):
         workshop.tokenizer(tmp_path)
-    with pytest.raises(TemplateError, match=r"chat_template.*missing\.jinja"):
+    with pytest.raises(TemplateError, match=r"missing\.jinja.*\[unreadable-chat-template\]"):
         workshop.tokenizer(tiny_chat, tmp_path / "missing.jinja")
 
 
-def test_a_tokenizer_that_saving_would_change_is_refused(tmp_path, tiny_chat):
-    """Of none is that known; here the other one has no identity at all."""
-    with pytest.raises(TemplateError, match=r"does not survive being saved \(0{12} became [0-9a-f]{12}\)"):
+def test_freeze_tokenizer_that_saving_changes_raises(tmp_path, tiny_chat):
+    """We know no such tokenizer, so the expected fingerprint is a fake."""
+    with pytest.raises(TemplateError, match=r"[0-9a-f]{12}, .*0{12}.*\[tokenizer-not-saved-exactly\]"):
         _write(tmp_path, load_tokenizer(tiny_chat), {"tokenizer_fingerprint": "0" * 64})
 
 
-def test_a_refused_role_carries_the_templates_own_words(tiny_chat):
+def test_render_rejected_role_raises_the_templates_message(tiny_chat):
     tokenizer = load_tokenizer(tiny_chat)
     tokenizer.chat_template = GEMMA_LIKE
     with pytest.raises(ConversationRejected, match="System role not supported"):
@@ -323,10 +318,10 @@ def test_a_refused_role_carries_the_templates_own_words(tiny_chat):
     assert ChatTemplate(tokenizer, {}).render([{"role": "user", "content": "x"}])["text"] == "user: x<|im_end|>"
 
 
-def test_missing_end_of_turn_is_said(workshop, tiny_chat, write):
+def test_freeze_template_without_an_end_of_turn_notes_it(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
     assert done.details["end_of_turn"] == {}
-    assert "will not learn where to stop" in done.events.read_text()
+    assert "no control token" in done.events.read_text()
 
 
 CHATML = """\
@@ -344,13 +339,11 @@ CHATML = """\
 @pytest.mark.parametrize(
     ("train_on", "inside"), [("assistant_turns", True), ("assistant_turns", False), ("last_response", False)]
 )
-def test_end_of_turn_outside_generation_is_told_where_that_decides_what_is_trained(
-    workshop, tiny_chat, write, train_on, inside
-):
+def test_freeze_template_with_the_end_of_turn_outside_generation_notes_it(workshop, tiny_chat, write, train_on, inside):
     end = "{{- '<|im_end|>' }}"
     text = CHATML.replace("INSIDE", end if inside else "").replace("OUTSIDE", "" if inside else "<|im_end|>")
     done = workshop.tokenizer(tiny_chat, write(text), train_on=train_on)
-    told = [note for note in done.details["notes"] if "outside {% generation %}" in note]
-    assert bool(told) == (train_on == "assistant_turns" and not inside)
-    assert all("writes <|im_end|> after an answer" in note and note in done.events.read_text() for note in told)
+    notes = [note for note in done.details["notes"] if "outside {% generation %}" in note]
+    assert bool(notes) == (train_on == "assistant_turns" and not inside)
+    assert all("<|im_end|>" in note and note in done.events.read_text() for note in notes)
     assert done.details["template_tokens"] == {"<|im_start|>": 1, "<|im_end|>": 2}

@@ -1,4 +1,4 @@
-"""A tokenizer's identity follows what it does. Each ingredient: another X, another key; and not X, the same key."""
+"""The fingerprint of a tokenizer follows its behaviour: one test for each ingredient, and for each part that does not count."""
 
 import json
 import shutil
@@ -22,13 +22,13 @@ from training.data.templates.tokenizer import load_tokenizer, save_tokenizer, to
 
 Change = Callable[[dict[str, Any]], None]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "w"), ("hell", "o")]
-# What Luke and Whisper have beside their vocabularies.
-OF_NO_TEXT = ("entity_vocab.json", "normalizer.json")
+# Luke and Whisper have these files beside their vocabularies.
+WITHOUT_TEXT = ("entity_vocab.json", "normalizer.json")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def build() -> Tokenizer:
-    """A byte-level BPE tokenizer of a few merges, made here so that nothing depends on a file's history."""
+    """Build a byte-level BPE tokenizer with a few merges, so that the test does not depend on a file."""
     letters = sorted(ByteLevel.alphabet())
     words = [*SPECIAL.values(), *letters, *("".join(pair) for pair in MERGES)]
     tokenizer = Tokenizer(BPE({word: number for number, word in enumerate(words)}, MERGES, unk_token="<unk>"))
@@ -43,26 +43,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "built"
 
 
-def test_every_file_that_makes_a_tokenizer_is_looked_at():
-    """By the library's own names of them: those of every fast tokenizer, and two that it converts."""
+def test_tokenizer_files_are_all_files_that_transformers_reads():
+    """Oracle: the library's file names of all fast tokenizers, and two formats that it converts."""
     named = {getattr(library, name) for name in dir(library) if name.endswith("_FILE")}
     classes = {tokenizer_class_from_name(name) for name in TOKENIZER_MAPPING_NAMES.values() if name}
     fast = [each for each in classes if each is not None and issubclass(each, PreTrainedTokenizerFast)]
-    vocabularies = {name for each in fast for name in each.vocab_files_names.values()} - {*named, *OF_NO_TEXT}
+    vocabularies = {name for each in fast for name in each.vocab_files_names.values()} - {*named, *WITHOUT_TEXT}
     assert vocabularies | {"tekken.json", "tiktoken.model", "tokenizer.json"} == set().union(*VOCABULARIES)
     patterns = {f"{CHAT_TEMPLATE_DIR}/*.jinja", "tokenizer.*.json"}
     others = {*vocabularies, *set().union(*VOCABULARIES), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
     assert {*named, *others, *patterns} == set(TOKENIZER_FILES)
 
 
-def test_a_tokenizer_of_a_bare_vocabulary_is_known_by_it(tmp_path: Path):
+def test_tokenizer_files_include_a_vocabulary_without_tokenizer_json(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    found = []
-    for words in ("[PAD] [UNK] [CLS] [SEP] [MASK] a b", "[PAD] [UNK] [CLS] [SEP] [MASK] b a"):
-        (tmp_path / "vocab.txt").write_text(words.replace(" ", "\n"))
-        found.append((hash_files(list(tokenizer_files(tmp_path).values())), load_tokenizer(tmp_path)("a b").input_ids))
-    assert [ids for _, ids in found] == [[2, 5, 6, 3], [2, 6, 5, 3]]
-    assert found[0][0] != found[1][0]
+    loaded = []
+    for tokens in ("[PAD] [UNK] [CLS] [SEP] [MASK] a b", "[PAD] [UNK] [CLS] [SEP] [MASK] b a"):
+        (tmp_path / "vocab.txt").write_text(tokens.replace(" ", "\n"))
+        loaded.append((hash_files(list(tokenizer_files(tmp_path).values())), load_tokenizer(tmp_path)("a b").input_ids))
+    assert [ids for _, ids in loaded] == [[2, 5, 6, 3], [2, 6, 5, 3]]
+    assert loaded[0][0] != loaded[1][0]
 
 
 def identity(folder: Path) -> str:
@@ -101,7 +101,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_another_ingredient_another_identity(folder, change):
+def test_fingerprint_of_a_changed_tokenizer_changes(folder, change):
     before = identity(folder)
     rewrite(folder, change)
     assert identity(folder) != before
@@ -118,7 +118,7 @@ def test_another_ingredient_another_identity(folder, change):
     ],
     ids=str,
 )
-def test_another_special_token_another_identity(folder, change):
+def test_fingerprint_of_another_special_token_changes(folder, change):
     before = identity(folder)
     rewrite(folder, lambda content: content.update(change), "tokenizer_config.json")
     assert identity(folder) != before
@@ -138,8 +138,8 @@ def test_another_special_token_another_identity(folder, change):
     ],
     ids=str,
 )
-def test_what_changes_no_token_is_no_part_of_it(folder, change):
-    """The chat template has an identity of its own; `clean_up_tokenization_spaces` speaks of decoding."""
+def test_fingerprint_ignores_settings_that_change_no_token(folder, change):
+    """The chat template has its own fingerprint. `clean_up_tokenization_spaces` only affects decoding."""
     before = identity(folder)
     rewrite(folder, lambda content: content.update(change), "tokenizer_config.json")
     assert identity(folder) == before
@@ -173,25 +173,25 @@ REWRITINGS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", REWRITINGS.values(), ids=REWRITINGS.keys())
-def test_other_words_for_the_same_tokenizer_are_no_part_of_it(folder, change):
+def test_fingerprint_ignores_other_forms_of_the_same_tokenizer(folder, change):
     before = identity(folder)
     rewrite(folder, change)
     assert identity(folder) == before
 
 
-def test_places_count_since_masks_are_made_from_them(folder):
-    """Byte-level post-processing adds no token, but it says whether the space before a word is part of its place."""
+def test_fingerprint_covers_offsets_because_masks_use_them(folder):
+    """Byte-level post-processing adds no token, but decides whether offsets include the space before a word."""
     before = identity(folder)
     trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     rewrite(folder, lambda content: content.update(post_processor=trimming))
-    ids, places = (
+    ids, offsets = (
         load_tokenizer(folder)("he he", return_offsets_mapping=True)[n] for n in ("input_ids", "offset_mapping")
     )
-    assert len(ids) == 3 and places[1][0] == places[1][1], "the space alone is trimmed to nothing"
+    assert len(ids) == 3 and offsets[1][0] == offsets[1][1], "a space alone is trimmed to zero length"
     assert identity(folder) != before
 
 
-def test_moved_renamed_and_saved_again_it_is_the_same(folder, tmp_path):
+def test_fingerprint_of_a_moved_and_saved_tokenizer_stays(folder, tmp_path):
     before = identity(folder)
     moved = folder.rename(tmp_path / "another name")
     assert identity(moved) == before
@@ -208,8 +208,8 @@ LARGE = ("tokenizers/mistral-v3", "tokenizers/qwen2.5")
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", [*REAL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
-def test_real_tokenizers_survive_being_saved(shared_data, tmp_path, name):
-    """Qwen2, Llama, GPT-2 and plain classes, of which several are saved as other bytes than they were published in."""
+def test_fingerprint_of_real_saved_tokenizers_stays(shared_data, tmp_path, name):
+    """Qwen2, Llama, GPT-2 and plain classes. Several are saved as other bytes than the published ones."""
     tokenizer = load_tokenizer(shared_data / name)
     before = tokenizer_fingerprint(tokenizer)
     tokenizer.save_pretrained(tmp_path / "by-transformers")
@@ -218,9 +218,9 @@ def test_real_tokenizers_survive_being_saved(shared_data, tmp_path, name):
 
 
 @pytest.mark.shared
-def test_real_tokenizers_are_all_different(shared_data, tmp_path):
-    prints = {identity(shared_data / name) for name in REAL}
-    assert len(prints) == len(REAL)
+def test_fingerprints_of_real_tokenizers_differ(shared_data, tmp_path):
+    fingerprints = {identity(shared_data / name) for name in REAL}
+    assert len(fingerprints) == len(REAL)
     copy = shutil.copytree(shared_data / "tokenizers" / "gpt2", tmp_path / "copy")
     rewrite(copy, lambda content: content["model"]["merges"].pop(), "tokenizer.json")
-    assert identity(copy) not in prints
+    assert identity(copy) not in fingerprints
