@@ -1,4 +1,4 @@
-"""Pairs as ragged token log-probs, and what a loss makes of them with gradients."""
+"""Pairs as ragged token log-probs, with their losses and gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ class RaggedPairs:
         )
 
     def loss(self, **settings: Any) -> PairLosses:
-        made = Loss.model_validate(settings)
-        return preference_loss(made, self.logprobs(made))
+        loss = Loss.model_validate(settings)
+        return preference_loss(loss, self.logprobs(loss))
 
     def value_and_gradient(self, **settings: Any) -> tuple[float, Tensor]:
-        """The mean loss of the pairs, and its gradient by token."""
+        """Return the mean loss of the pairs, and its gradient by token."""
         value = self.loss(**settings).losses_B.mean()
         (gradient_N,) = torch.autograd.grad(value, self.policy_N)
         return value.item(), gradient_N

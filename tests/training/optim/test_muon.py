@@ -1,4 +1,4 @@
-"""Muon: which parameters it takes, and what it does to them, against torch's own and its author's algorithm in float64."""
+"""Muon: its parameters, and its updates compared with torch's Muon and with its author's algorithm in float64."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from training.parallel.matrix_ownership import ReplicatedAssignment, ShardedAssi
 
 
 def assert_split(model: PreTrainedModel, matrices: set[str]) -> None:
-    """Muon has exactly `matrices`, AdamW every other parameter, once."""
+    """Assert that Muon has exactly `matrices`, and AdamW each other parameter once."""
     parameters = dict(model.named_parameters())
     groups = build_optimizer(Muon(type="muon"), parameters, hidden_matrices(model)).param_groups
     muon = [name for group in groups if "momentum" in group for name in group["param_names"]]
@@ -37,7 +37,7 @@ LLAMA_MATRICES = {
 }
 
 
-def test_norms_with_a_row_for_each_head_are_no_matrices():
+def test_norms_with_a_row_per_head_are_left_to_adamw_without_decay():
     shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = CohereConfig(vocab_size=16, intermediate_size=8, use_qk_norm=True, pad_token_id=0, **shape)
     model = AutoModelForCausalLM.from_config(config)
@@ -56,14 +56,14 @@ def test_muon_takes_the_matrices_of_llamas_layers(tied: bool):
     assert_split(model, LLAMA_MATRICES)
 
 
-def test_muon_takes_neither_positions_nor_the_tied_head_of_gpt2():
-    """Its projections are transposed matrices (Conv1D); `wte` is the head as well and `wpe` are positions."""
+def test_muon_excludes_positions_and_the_tied_head_of_gpt2():
+    """Its projections are transposed matrices (Conv1D). `wte` is also the head; `wpe` are positions."""
     blocks = {f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
     assert_split(build("gpt2", n_embd=8, n_layer=1, n_head=2), blocks)
 
 
-def test_muon_takes_no_stack_of_experts():
-    """Experts lie in tensors of three dimensions; router and shared expert are matrices of their own."""
+def test_muon_excludes_fused_experts():
+    """Fused experts are tensors of three dimensions; router and shared expert are matrices."""
     model = build(
         "qwen2_moe", num_experts=3, num_experts_per_tok=1, moe_intermediate_size=4, shared_expert_intermediate_size=4
     )
@@ -74,8 +74,8 @@ def test_muon_takes_no_stack_of_experts():
     assert_split(model, mlp | shared | attention)
 
 
-def test_muon_takes_no_biases_of_experts():
-    """A row of such a matrix is the bias of one expert."""
+def test_muon_excludes_stacked_biases_of_experts():
+    """Each row of such a matrix is the bias of one expert."""
     model = build("gpt_oss", num_local_experts=3, num_experts_per_tok=1, head_dim=4, layer_types=["full_attention"])
     biases = {n for n, p in model.named_parameters() if n.endswith("bias") and p.ndim == 2}
     assert biases == {f"model.layers.0.mlp.experts.{part}_proj_bias" for part in ("gate_up", "down")}
@@ -84,7 +84,7 @@ def test_muon_takes_no_biases_of_experts():
 
 
 def test_muon_takes_the_factors_of_an_adapter():
-    """Factors of low rank are matrices; one that an adapter puts into the head belongs to the head."""
+    """Except the factors of an adapter on the head."""
     model = build("llama")
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -132,7 +132,7 @@ def take(optimizer: Optimizers, parameters: dict[str, Parameter], steps: range) 
 
 @pytest.mark.parametrize("steps", [1, 10])
 @pytest.mark.parametrize(("adjust_lr", "nesterov"), [("original", True), ("match_rms_adamw", False)])
-def test_muon_and_adamw_are_torchs_own_two_stepped_by_hand(steps: int, adjust_lr: str, nesterov: bool):
+def test_muon_and_adamw_equal_torchs_optimizers(steps: int, adjust_lr: str, nesterov: bool):
     settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov, "ns_steps": 4})
     found, expected = random_parameters(), random_parameters()
     take(build_optimizer(settings, found, MATRICES), found, range(steps))
@@ -153,8 +153,8 @@ def test_muon_and_adamw_are_torchs_own_two_stepped_by_hand(steps: int, adjust_lr
 
 
 @pytest.mark.parametrize(("adjust_lr", "nesterov"), [("original", True), ("match_rms_adamw", False)])
-def test_muon_is_its_authors_algorithm(adjust_lr: str, nesterov: bool):
-    """One step, worked in float64. torch iterates in bfloat16, which moves the update by a few percent of its norm."""
+def test_muon_equals_its_authors_algorithm(adjust_lr: str, nesterov: bool):
+    """One step in float64. torch iterates in bfloat16: this changes the update by a few percent of its norm."""
     settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov})
     parameters = random_parameters()
     before = {name: parameters[name].detach().double() for name in MATRICES}
@@ -171,7 +171,7 @@ def test_muon_is_its_authors_algorithm(adjust_lr: str, nesterov: bool):
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
-    """Five iterations of Jordan's quintic, on the matrix or its transpose, whichever has fewer rows."""
+    """Run five iterations of Jordan's quintic on the matrix or its transpose, the one with fewer rows."""
     if len(matrix) > matrix.shape[1]:
         return _newton_schulz(matrix.T).T
     matrix = matrix / matrix.norm()
@@ -181,8 +181,8 @@ def _newton_schulz(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def test_muon_goes_on_as_if_it_had_not_stopped():
-    """Three steps, the state of both optimizers through what a checkpoint keeps, three more: the bits of six."""
+def test_muon_restored_from_its_state_gives_the_same_bits():
+    """Three steps, a restore of both optimizers, and three more steps equal six steps."""
     straight, first, second = (random_parameters() for _ in range(3))
     optimizers = [build_optimizer(MUON, parameters, MATRICES) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(6))
@@ -204,7 +204,7 @@ ODD = {**MANY, "alone": (9, 4), "in one row": (1, 8)}
 
 
 def halves(name: str) -> list[int]:
-    """How many rows of a tensor of `ODD` each of two ranks holds."""
+    """Return the number of rows of a tensor of `ODD` on each of two ranks."""
     rows = ODD[name][0]
     return [-(-rows // 2), rows // 2]
 
@@ -214,8 +214,8 @@ def seeded(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=random) for name, shape in ODD.items()}
 
 
-def stepped(cut: Any, turns: MatrixAssignment | None) -> tuple[dict[str, Any], int]:
-    """What three steps make of the rows that `cut` gives of each matrix, and the operations of matrix products for it."""
+def run_steps(cut: Any, turns: MatrixAssignment | None) -> tuple[dict[str, Any], int]:
+    """Run three steps on the rows that `cut` takes from each matrix. Return the rows, and the flops of matrix products."""
     parameters = {name: Parameter(cut(name, tensor)) for name, tensor in seeded(9).items()}
     optimizer = build_optimizer(MUON, parameters, ODD, turns=turns)
     with FlopCounterMode(display=False) as operations:
@@ -227,19 +227,19 @@ def stepped(cut: Any, turns: MatrixAssignment | None) -> tuple[dict[str, Any], i
 
 
 @pytest.mark.parametrize("held", ["shards", "copies"])
-def test_no_matrix_is_made_orthogonal_by_two_ranks(tmp_path: Path, held: str):
-    """Eight matrices, six of them in pairs of one shape: the whole work is theirs together, and each has half of that of the
-    pairs. What is added to a weight is rounded once more than by torch, which may move it by a bit."""
+def test_two_ranks_share_the_matrices_and_equal_one_process(tmp_path: Path, held: str):
+    """Eight matrices, six of them in pairs of equal shape. Together the ranks do the work of one process, each about half of
+    it. An update is rounded once more than in torch, which may change a bit."""
 
     def work(group: Group) -> Any:
         if held == "copies":
-            return stepped(lambda _, tensor: tensor, ReplicatedAssignment(group))
+            return run_steps(lambda _, tensor: tensor, ReplicatedAssignment(group))
         turns = ShardedAssignment(dist.group.WORLD, halves)
-        return stepped(lambda name, tensor: tensor.split(halves(name))[group.rank].clone(), turns)
+        return run_steps(lambda name, tensor: tensor.split(halves(name))[group.rank].clone(), turns)
 
-    (first, done_first), (second, done_second) = on_two_ranks(tmp_path, work)
-    alone, done = stepped(lambda _, tensor: tensor, None)
-    assert done_first + done_second == done and min(done_first, done_second) > 0.4 * done
+    (first, flops_first), (second, flops_second) = on_two_ranks(tmp_path, work)
+    alone, flops = run_steps(lambda _, tensor: tensor, None)
+    assert flops_first + flops_second == flops and min(flops_first, flops_second) > 0.4 * flops
     if held == "copies":
         assert first == second
     found = first if held == "copies" else {name: first[name] + second[name] for name in alone}

@@ -1,4 +1,4 @@
-"""Schedules against transformers' and numbers by hand; the optimizer against the update rule of the AdamW paper."""
+"""Schedules, compared with transformers and numbers by hand; AdamW, compared with the update rule of its paper."""
 
 import math
 
@@ -12,7 +12,7 @@ from training.optim.optimizer import build_optimizer, schedule_factor, set_learn
 
 
 def test_linear_by_hand():
-    """10 steps, warm-up ceil(0.25 * 10) = 3: 1/4, 2/4, 3/4, then from 1 down by 1/7 a step; the last is 1/7."""
+    """10 steps, warm-up ceil(0.25 * 10) = 3: 1/4, 2/4, 3/4, then from 1 down by 1/7 per step to 1/7."""
     schedule = Schedule(type="linear", warmup_ratio=0.25)
     expected = [0.25, 0.5, 0.75, 1.0, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7]
     assert [schedule_factor(schedule, step, 10) for step in range(1, 11)] == pytest.approx(expected)
@@ -32,13 +32,14 @@ def test_constant_by_hand():
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize(
-    ("kind", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")]
+    ("kind", "transformers_name"),
+    [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")],
 )
-def test_after_the_warm_up_it_is_transformers(kind: str, theirs: str, ratio: float):
+def test_schedule_after_the_warm_up_equals_transformers(kind: str, transformers_name: str, ratio: float):
     steps, schedule = 40, Schedule(type=kind, warmup_ratio=ratio)
     warmup = warmup_steps(schedule, steps)
     optimizer = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
-    oracle = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    oracle = get_scheduler(transformers_name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
     for step in range(1, steps + 1):
         if step > warmup:
             assert schedule_factor(schedule, step, steps) == pytest.approx(oracle.get_last_lr()[0], abs=1e-12)
@@ -49,18 +50,18 @@ def test_after_the_warm_up_it_is_transformers(kind: str, theirs: str, ratio: flo
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 100, 999])
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.99])
-def test_every_step_has_a_learning_rate_of_at_most_the_full_one(kind: str, steps: int, ratio: float):
+def test_schedule_factors_are_above_zero_and_at_most_one(kind: str, steps: int, ratio: float):
     factors = [schedule_factor(Schedule(type=kind, warmup_ratio=ratio), step, steps) for step in range(1, steps + 1)]
     assert all(0 < factor <= 1 for factor in factors)
 
 
 @pytest.mark.parametrize(("ratio", "steps", "expected"), [(0.1, 100, 10), (0.07, 100, 7), (0.1, 101, 11), (0.0, 5, 0)])
-def test_warm_up_is_rounded_up_but_not_by_a_rounding_error(ratio: float, steps: int, expected: int):
+def test_warmup_steps_are_rounded_up_without_float_errors(ratio: float, steps: int, expected: int):
     assert warmup_steps(Schedule(warmup_ratio=ratio), steps) == expected
 
 
 def test_adamw_by_the_paper():
-    """Three steps of Loshchilov and Hutter's algorithm 2 in float64, with decay for the matrix and none for the norm."""
+    """Three steps of Loshchilov and Hutter's algorithm 2 in float64, with decay for the matrix only."""
     settings = AdamW(learning_rate=0.1, betas=(0.8, 0.9), eps=0.03, weight_decay=0.5)
     parameters = {"layer.weight": Parameter(torch.full((1, 1), 2.0)), "norm.weight": Parameter(torch.full((1,), 2.0))}
     optimizer = build_optimizer(settings, parameters, {})
@@ -85,11 +86,11 @@ def _adamw(weight: float, gradients: list[float], rates: list[float], decay: flo
     return weight
 
 
-def test_only_matrices_that_are_no_biases_decay():
+def test_only_matrices_decay_and_not_stacked_biases():
     shapes = {"embed.weight": (4, 2), "proj.weight": (2, 2), "proj.bias": (2,), "norm.weight": (2,), "up_bias": (3, 2)}
     parameters = {name: Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     groups = build_optimizer(AdamW(weight_decay=0.1), parameters, {}).param_groups
     decayed = {name for group in groups if group["weight_decay"] for name in group["param_names"]}
-    spared = {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
+    undecayed = {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
     assert decayed == {"embed.weight", "proj.weight"}
-    assert spared == {"proj.bias", "norm.weight", "up_bias"}
+    assert undecayed == {"proj.bias", "norm.weight", "up_bias"}
