@@ -1,17 +1,16 @@
-"""Starts jobs by forking: a process that has imported everything forks each rank, which so costs a third of a second.
+"""Run jobs on forked ranks. The parent has imported all modules, so a rank starts in a third of a second.
 
-Each line of standard input is a request, as JSON: `job`, the path of a job.json; `world` and `nodes`; and perhaps `end`, how
-the rank number `rank`, by default 0, ends before its time. Each is answered by a line with the exit statuses of the ranks
-(negative: a signal).
+Each line of standard input is a request in JSON: `job`, the path of a job.json; `world`; `nodes`; and optionally `end`. The
+answer is a line with the exit statuses of the ranks (negative: a signal). `end` ends rank `rank` (by default 0) early:
 
-    {"step": n}         SIGKILL as soon as step n is told
-    {"saved": n}        SIGKILL as soon as step n is told and there is a checkpoint, which is waited for
-    {"touch": n}        SIGKILL before the n-th time that something in the folder of checkpoints is opened, moved or removed
-    {"size": n}         the kernel kills it when a file is to grow beyond n bytes
-    {"seconds": s}      the kernel kills it after so long
-    {"stop": n}         SIGTERM as soon as step n is told
-    {"full": n}         no file can grow beyond 16 KiB, as if the disk were full, as soon as step n is told
-    {"memory": n}       asks for more memory than there are addresses, as soon as step n is told
+    {"step": n}         SIGKILL after the event of step n
+    {"saved": n}        SIGKILL after the event of step n, as soon as a checkpoint exists
+    {"touch": n}        SIGKILL before the n-th access (open, move or remove) in the folder of checkpoints
+    {"size": n}         the kernel kills the rank when a file would grow over n bytes
+    {"seconds": s}      the kernel kills the rank after s seconds
+    {"stop": n}         SIGTERM after the event of step n
+    {"full": n}         after the event of step n, no file can grow over 16 KiB, as on a full disk
+    {"memory": n}       after the event of step n, allocate more memory than the address space
 """
 
 import json
@@ -35,7 +34,7 @@ from training.jobs import policy
 
 
 class EndingEvents(EventWriter):
-    """Does something once a step is told."""
+    """Calls `end` after the event of a step."""
 
     def __init__(self, path: Path | None, step: int, end: Callable[[], None]) -> None:
         super().__init__(path, keep=True)
@@ -51,15 +50,15 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
-def ask_for_memory() -> None:
+def exhaust_memory() -> None:
     torch.empty(1 << 60)
 
 
-def sending(number: signal.Signals) -> Callable[[], None]:
+def send_signal(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def killing_once_saved(job: Job) -> Callable[[], None]:
+def kill_after_save(job: Job) -> Callable[[], None]:
     def end() -> None:
         while not list(job.checkpoints.glob("*/step-????????")):
             time.sleep(0.01)
@@ -68,8 +67,8 @@ def killing_once_saved(job: Job) -> Callable[[], None]:
     return end
 
 
-def ended_early(end: dict[str, Any]) -> Any:
-    """The work of a rank that shall end before its time."""
+def end_early(end: dict[str, Any]) -> Any:
+    """Return the job function of a rank that ends early."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if "size" in end:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -78,17 +77,17 @@ def ended_early(end: dict[str, Any]) -> Any:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, end["seconds"])
     if "touch" in end:
-        sys.addaudithook(killing_after(end["touch"]))
+        sys.addaudithook(kill_at_access(end["touch"]))
 
     train = policy.run
 
     def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         ends = {
-            "step": sending(signal.SIGKILL),
-            "saved": killing_once_saved(job),
-            "stop": sending(signal.SIGTERM),
+            "step": send_signal(signal.SIGKILL),
+            "saved": kill_after_save(job),
+            "stop": send_signal(signal.SIGTERM),
             "full": fill_the_disk,
-            "memory": ask_for_memory,
+            "memory": exhaust_memory,
         }
         for key in ends.keys() & end.keys():
             events = EndingEvents(job.events if group.is_main else None, end[key], ends[key])
@@ -97,13 +96,13 @@ def ended_early(end: dict[str, Any]) -> Any:
     return run
 
 
-def killing_after(count: int) -> Any:
-    left = [count]
+def kill_at_access(count: int) -> Any:
+    remaining = [count]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if any(isinstance(a, str | Path) and "checkpoints/" in str(a) for a in arguments):
-            left[0] -= 1
-            if not left[0]:
+            remaining[0] -= 1
+            if not remaining[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
@@ -119,7 +118,7 @@ def rank(request: dict[str, Any], number: int, rendezvous: Path) -> None:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), RENDEZVOUS: str(rendezvous)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world // request["nodes"]), "GLOO_SOCKET_IFNAME": "lo"}
     if request["end"] and number == request["end"].get("rank", 0):
-        policy.run = ended_early(request["end"])
+        policy.run = end_early(request["end"])
     os._exit(main.main(Path(request["job"])))
 
 
@@ -138,7 +137,7 @@ def serve(request: dict[str, Any]) -> list[int]:
     while len(statuses) < len(ranks):
         pid, status = os.wait()
         statuses[pid] = os.waitstatus_to_exitcode(status)
-        if statuses[pid] < 0:  # whoever waits for it would wait long
+        if statuses[pid] < 0:  # the other ranks would wait long for it
             for other in set(ranks) - statuses.keys():
                 os.kill(other, signal.SIGKILL)
     return [statuses[pid] for pid in ranks]
