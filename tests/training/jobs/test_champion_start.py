@@ -1,4 +1,4 @@
-"""A policy that starts as the champion, while its reference stays what the recipe says."""
+"""A policy that starts from the champion, with the reference model of the recipe."""
 
 import math
 import shutil
@@ -17,7 +17,7 @@ from training.contract.protocol.job import Job
 
 @pytest.fixture
 def champion(tiny_world) -> tuple[Path, str]:
-    """A policy that was trained before, and its fingerprint."""
+    """Train a policy as the champion. Return its folder and fingerprint."""
     job = tiny_world.job("policy", settings(max_steps=4), "before")
     return job.staging, tune(job).fingerprint
 
@@ -29,7 +29,7 @@ def starting_from(world: Any, champion: tuple[Path, str], **changes: Any) -> Job
     return job
 
 
-def test_it_goes_on_from_the_champion_against_the_same_reference(tiny_world, champion):
+def test_policy_from_champion_matches_a_naive_loop_with_the_reference(tiny_world, champion):
     job = starting_from(tiny_world, champion)
     made = tune(job)
     expected = list(naive_losses(tiny_world, 12, AutoModelForCausalLM.from_pretrained(champion[0])))
@@ -40,16 +40,17 @@ def test_it_goes_on_from_the_champion_against_the_same_reference(tiny_world, cha
 
 
 @pytest.mark.parametrize(("row", "where"), [(40, "held-out pairs"), (0, "row 100")])
-def test_the_table_is_still_proven(tiny_world, champion, row: int, where: str):
+def test_policy_from_champion_with_wrong_table_raises(tiny_world, champion, row: int, where: str):
     shift_reference(tiny_world, row, 0.5)
     job = starting_from(tiny_world, champion)
-    with pytest.raises(TrainingError, match=rf"{where}(.|\n)*1 of \d+ pairs|1 of \d+ pairs(.|\n)*{where}"):
+    message = rf"(?s)({where}.*1 of \d+ pairs|1 of \d+ pairs.*{where}).*\[reference-check-failed\]"
+    with pytest.raises(TrainingError, match=message):
         tune(job)
     assert told(job) == []
 
 
-def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
-    """Its first attempt did, and the table is the same: no second model is loaded. Without a checkpoint it begins anew."""
+def test_resumed_policy_from_champion_skips_the_reference_check(tiny_world, champion):
+    """The first attempt has checked the same table. Without a checkpoint the run starts again and checks again."""
     job = starting_from(tiny_world, champion, max_steps=2)
     job = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 2})})
     before = tune(job).details
@@ -63,27 +64,28 @@ def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
-        (["w0", "w2", "w1", *(f"w{n}" for n in range(3, VOCABULARY))], "2 of the 64 .*first 'w1'"),
-        ([f"w{n}" for n in range(40)], "24 of the 64 .*first 'w40'"),
+        (["w0", "w2", "w1", *(f"w{n}" for n in range(3, VOCABULARY))], "2 of the 64 .*'w1'"),
+        ([f"w{n}" for n in range(40)], "24 of the 64 .*'w40'"),
     ],
     ids=["other numbers", "fewer"],
 )
-def test_a_champion_to_which_tokens_mean_others_is_refused(tiny_world, champion, words: list[str], says: str):
+def test_policy_from_champion_with_other_token_ids_raises(tiny_world, champion, words: list[str], message: str):
     write_tokenizer(champion[0], words)
-    with pytest.raises(TrainingError, match=says):
+    with pytest.raises(TrainingError, match=rf"{message}.*\[champion-tokenizer\]"):
         tune(starting_from(tiny_world, champion))
 
 
-def test_a_champion_that_knows_more_tokens_will_do(tiny_world, champion):
+def test_policy_from_champion_with_more_tokens_trains(tiny_world, champion):
     write_tokenizer(champion[0], [f"w{n}" for n in range(VOCABULARY + 3)])
     job = starting_from(tiny_world, champion, max_steps=1)
     tune(job)
     assert len(losses(job)) == 1
 
 
-def test_a_champion_of_another_program_may_hold_the_model_alone(tiny_world, champion):
+def test_policy_from_champion_without_tokenizer_trains(tiny_world, champion):
+    """Another program may have registered the model alone."""
     for name in tokenizer_files(champion[0]):
         (champion[0] / name).unlink()
     job = starting_from(tiny_world, champion, max_steps=1)
@@ -91,20 +93,20 @@ def test_a_champion_of_another_program_may_hold_the_model_alone(tiny_world, cham
     assert len(losses(job)) == 1
 
 
-def test_a_champion_that_holds_the_model_alone_is_refused_if_it_lacks_tokens(tiny_world, champion):
-    """One of the world's 64: the pairs have it, the last of them."""
+def test_policy_from_champion_with_small_vocabulary_raises(tiny_world, champion):
+    """It lacks the last of the 64 tokens, and the pairs contain this token."""
     for file in champion[0].iterdir():
         file.unlink()
     config = AutoConfig.from_pretrained(tiny_world.model, vocab_size=VOCABULARY - 1)
     AutoModelForCausalLM.from_config(config).save_pretrained(champion[0])
     job = starting_from(tiny_world, champion)
-    message = rf"up to 63, and the champion in {champion[0]} has 63 tokens: .*`training.start_from: reference`"
-    with pytest.raises(TrainingError, match=message + r".* \[champion-tokenizer\]$"):
+    message = rf" 63, .*{champion[0]} has 63 tokens.*`training.start_from: reference`.*\[champion-tokenizer\]$"
+    with pytest.raises(TrainingError, match=message):
         tune(job)
     assert told(job, "eval") == []
 
 
-def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, champion):
+def test_policy_from_champion_with_adapter_is_merged_into_the_champion(tiny_world, champion):
     job = starting_from(tiny_world, champion, adapter={"rank": 2}, optimizer={"learning_rate": 1e-9})
     tune(job)
     model = AutoModelForCausalLM.from_pretrained(job.staging).eval()
@@ -113,7 +115,7 @@ def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, cham
     assert float(tiny_world.plain_logprob(model, example, "chosen")) == pytest.approx(float(before), abs=1e-3)
 
 
-def test_without_a_champion_it_starts_as_the_reference(tiny_world):
+def test_policy_without_champion_starts_from_the_reference(tiny_world):
     plain, none = (
         tiny_world.job("policy", settings(), "plain"),
         tiny_world.job("policy", settings(start_from="champion") | {"champion": None}, "none"),

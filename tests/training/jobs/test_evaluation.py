@@ -1,4 +1,4 @@
-"""The evaluation job on real pairs, against formulas and greedy decoding written out by hand."""
+"""The evaluation job on real pairs, against formulas and greedy decoding by hand."""
 
 import bisect
 import copy
@@ -58,7 +58,7 @@ class World:
         rows = [json.loads(line) for line in lines]
         rows += [{"prompt": [{"role": "user", "content": f"{n} {HOSTILE}"}], **hostile} for n in range(6)]
         long = [{"role": "user", "content": "long " * 2000}]
-        rows.insert(0, {**rows[0], "prompt": long})  # is dropped, so that positions are not rows
+        rows.insert(0, {**rows[0], "prompt": long})  # dropped, so that positions differ from rows
         (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.policy = root / "policy"
         self._write_policy()
@@ -118,7 +118,7 @@ def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tenso
 
 @pytest.fixture(scope="module")
 def expected(world) -> list[dict[str, float]]:
-    """Every held-out pair by the paper's formulas, in float64, a sequence at a time."""
+    """Return every held-out pair by the paper's formulas, in float64, one sequence at a time."""
     data = Pairs.open(world.pairs.folder)
     policy = AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
     frozen = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64).eval()
@@ -138,7 +138,7 @@ def expected(world) -> list[dict[str, float]]:
 
 
 @pytest.mark.shared
-def test_every_pair_is_that_of_the_papers_formulas(evaluation, expected):
+def test_evaluation_pairs_match_float64_formulas(evaluation, expected):
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     assert len(rows) == len(expected) > 10
     for row, values in zip(rows, expected, strict=True):
@@ -147,7 +147,7 @@ def test_every_pair_is_that_of_the_papers_formulas(evaluation, expected):
 
 
 @pytest.mark.shared
-def test_the_keys_join_evaluations_of_one_data_set(world, evaluation):
+def test_evaluation_pairs_have_the_keys_of_the_tokenized_pairs(world, evaluation):
     data, rows = Pairs.open(world.pairs.folder), pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     held_out = data.indices("validation")
     for side in ("chosen", "rejected"):
@@ -155,7 +155,7 @@ def test_the_keys_join_evaluations_of_one_data_set(world, evaluation):
 
 
 @pytest.mark.shared
-def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
+def test_evaluation_metrics_are_means_over_pairs(evaluation, expected):
     def mean(name: str) -> float:
         return sum(values[name] for values in expected) / len(expected)
 
@@ -186,8 +186,8 @@ def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
 
 
 @pytest.mark.shared
-def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expected, tmp_path):
-    """The same rows from four files: two of one name, one of another, one of none. Nothing else of the evaluation changes."""
+def test_evaluation_with_named_sources_adds_metrics_by_source(world, evaluation, expected, tmp_path):
+    """The same rows come from four files: two share a name, one has another, one has no name. Other results are unchanged."""
     lines = (world.workshop.folder / "rows.jsonl").read_text().splitlines(keepends=True)
     cuts, names = (0, 11, 20, 30, len(lines)), ("old", "new", None, "old")
     for n, (start, end) in enumerate(itertools.pairwise(cuts)):
@@ -201,13 +201,13 @@ def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expecte
     inputs = {**world.inputs(), "raw_preferences": raw}
     named = world.workshop.do(world.workshop.job("evaluation", "evaluation", inputs, SETTINGS))
     held_out = [(names[bisect.bisect_right(cuts, values["row"]) - 1], values) for values in expected]
-    own = {name: [values for of, values in held_out if of == name] for name in ("new", "old")}
-    assert all(len(rows) > 2 for rows in own.values()) and sum(map(len, own.values())) < len(expected)
+    by_source = {name: [values for source, values in held_out if source == name] for name in ("new", "old")}
+    assert all(len(rows) > 2 for rows in by_source.values()) and sum(map(len, by_source.values())) < len(expected)
     assert named.details["metrics"] == pytest.approx(
         evaluation.details["metrics"]
         | {
             f"eval/sources/{name}/{metric}": value
-            for name, rows in own.items()
+            for name, rows in by_source.items()
             for metric, value in {
                 "loss": statistics.fmean(values["loss"] for values in rows),
                 "rewards/margins": statistics.fmean(values["margin"] for values in rows),
@@ -222,7 +222,7 @@ def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expecte
     assert table.drop_columns("source_name").equals(before)
     assert [row["source"] for row in named.details["sources"]] == ["new", "old"]
     shown = lines_of(named.file("report.html").read_text()).replace("\n", "|")
-    for name, rows in own.items():
+    for name, rows in by_source.items():
         won = statistics.fmean(values["margin"] > 0 for values in rows)
         assert f"|{name}|{len(rows)}|{100 * won:.1f}%|" in shown
     assert "Accuracy by source|" in shown and "|chosen longer|" in shown
@@ -237,7 +237,7 @@ def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length:
 
 
 @pytest.mark.shared
-def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
+def test_evaluation_samples_are_greedy_before_and_after(world, evaluation):
     data = Pairs.open(world.pairs.folder)
     tokenizer = load_tokenizer(world.model)
     row_of = {int(row): index for index, row in enumerate(data.rows)}
@@ -268,8 +268,8 @@ def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
 
 
 @pytest.mark.shared
-def test_generation_stops_at_the_end_of_a_turn(world):
-    """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
+def test_greedy_stops_at_the_end_of_a_turn(world):
+    """tiny-chat answers a greeting with a few dozen tokens and an end token."""
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, {"eos_token_ids": [2]}), 300)
@@ -278,21 +278,21 @@ def test_generation_stops_at_the_end_of_a_turn(world):
 
 
 @pytest.mark.shared
-def test_answers_stop_where_the_released_model_does(world):
-    """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens. The tokenizer's own end has no say."""
+def test_stop_tokens_are_those_of_settings_or_config(world):
+    """In tiny-chat's vocabulary 0 to 2 are control tokens. The tokenizer's `eos_token` does not count."""
     tokenizer = load_tokenizer(world.model)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     config = LlamaConfig(eos_token_id=[7, 5])
     assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": []}) == [9]
     assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": ["<|im_end|>"]}) == [2, 9]
     assert stop_tokens(config, tokenizer, {"eos_token_ids": []}) == []
-    assert stop_tokens(config, tokenizer, {}) == [5, 7]  # a spec that was frozen before it said so
-    with pytest.raises(TemplateError, match=r"`release\.eos_tokens` has 'nothing of it'"):
+    assert stop_tokens(config, tokenizer, {}) == [5, 7]  # an old spec has neither field
+    with pytest.raises(TemplateError, match=r"`release\.eos_tokens` has 'nothing of it'.*\[unknown-eos-token\]"):
         stop_tokens(config, tokenizer, {"eos_tokens": ["nothing of it"]})
 
 
 @pytest.mark.shared
-def test_generation_settings_of_the_model_blur_nothing(world):
+def test_greedy_ignores_the_generation_config_of_the_model(world):
     model = load_model(world.model, "float32", ALONE.device)
     prompt = list(range(100, 120))
     plain = greedy(model, prompt, [2], 10)
@@ -302,48 +302,48 @@ def test_generation_settings_of_the_model_blur_nothing(world):
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("length", "left"), [(1020, 4), (1024, 0), (1030, 0)])
-def test_a_prompt_that_fills_the_model_gets_what_is_left(world, length, left):
+def test_greedy_with_long_prompt_uses_the_remaining_positions(world, length, left):
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     assert len(greedy(model, [300] * length, [], 50)) == left
     assert len(answers(model, [[300] * length], [], tokenizer, 50, ALONE)) == 1
 
 
 @pytest.mark.shared
-def test_sampled_prompts_are_distinct_and_spread(world):
+def test_spread_prompts_are_distinct_and_evenly_spaced(world):
     data = Pairs.open(world.pairs.folder)
     twice = np.repeat(data.indices("validation"), 2)
-    everything = spread_prompts(data, twice, 1000)
-    assert everything == sorted(set(twice.tolist())), "each prompt once"
+    distinct = spread_prompts(data, twice, 1000)
+    assert distinct == sorted(set(twice.tolist())), "each prompt once"
     five = spread_prompts(data, twice, 5)
-    assert five == [everything[n * len(everything) // 5] for n in range(5)]
+    assert five == [distinct[n * len(distinct) // 5] for n in range(5)]
     assert spread_prompts(data, twice, 0) == []
 
 
 @pytest.mark.shared
-def test_the_reference_itself_has_no_margin(world):
-    """ln 2 on every pair, no reward, no accuracy: ties are no success."""
+def test_evaluation_of_the_reference_has_zero_margins(world):
+    """The loss of every pair is ln 2. Ties do not count as correct."""
     metrics = world.evaluate(policy=world.model, samples=0).details["metrics"]
     assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.shared
-def test_a_policy_whose_forward_pass_is_not_the_models_own_is_refused(world, tmp_path):
+def test_evaluation_of_policy_that_fails_the_self_check_raises(world, tmp_path):
     build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": 2048}).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="differ from those of its own forward pass"):
+    with pytest.raises(ModelError, match=r"gemma3_text.*\[self-check\]"):
         world.evaluate(policy=tmp_path)
 
 
 @pytest.mark.shared
-def test_equal_evaluations_have_one_fingerprint_and_others_another(world, evaluation):
+def test_evaluation_fingerprint_depends_on_loss_and_samples(world, evaluation):
     assert world.evaluate().fingerprint == evaluation.fingerprint
     assert world.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
     assert world.evaluate(samples=2).fingerprint != evaluation.fingerprint
 
 
 @pytest.mark.shared
-def test_tails_of_the_longer_responses_come_from_the_memo(world):
-    """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times. Nothing is scored again."""
+def test_evaluation_with_ld_alpha_takes_tails_from_the_cache(world):
+    """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times."""
     data = Pairs.open(world.pairs.folder)
     models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64).eval() for m in (world.policy, world.model)]
     expected = []
@@ -364,8 +364,8 @@ def test_tails_of_the_longer_responses_come_from_the_memo(world):
 @pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
-def test_several_ranks_give_the_same_bits(world, evaluation, tmp_path, forker, ranks, parallel):
-    """Scores and texts: three prompts are one each for three ranks, or answered by all together where weights are shared."""
+def test_evaluation_on_several_ranks_gives_the_same_bits(world, evaluation, tmp_path, forker, ranks, parallel):
+    """Three ranks answer one prompt each, or all prompts together if the weights are sharded."""
     compute = Compute(device="cpu", parallel=parallel)
     changes = {"store": tmp_path / "store", "folder": tmp_path / "job", "compute": compute}
     job = world.job().model_copy(update=changes)
@@ -378,30 +378,30 @@ def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> A
     return score_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
 
 
-def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
+def test_score_pairs_with_nan_policy_raises_with_row(tiny_world):
     policy = load_model(tiny_world.model, "float32", ALONE.device)
     policy.model.norm.weight.data[:] = torch.nan
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
-    with pytest.raises(TrainingError, match=r"14 of 14 held-out responses .* first one of row 138"):
+    with pytest.raises(TrainingError, match=r" 14 of 14 .* row 138;.*\[non-finite-logprob\]"):
         tiny_held_out(tiny_world, table, policy)
 
 
-def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
+def test_score_pairs_with_other_token_counts_raises_with_row(tiny_world):
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     wrong = copy.deepcopy(table)
     wrong.tokens_P2[40, 1] += 1
-    with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
+    with pytest.raises(CorruptArtifact, match=r"row 140 .*\d+ tokens.*\[wrong-token-count\]"):
         tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
 
 
-def test_without_held_out_pairs_it_names_the_field_to_change(tiny_world):
+def test_held_out_positions_without_validation_pairs_raises(tiny_world):
     data = Pairs(Pairs.open(tiny_world.pairs)._table.slice(0, 38))
-    with pytest.raises(DataError, match=r"38 tokenized pairs .*data\.validation_fraction"):
+    with pytest.raises(DataError, match=r" 38 tokenized .*data\.validation_fraction.*\[no-held-out-pairs\]"):
         evaluation_job.held_out_positions(data)
 
 
-def test_pairs_of_one_prompt_do_not_narrow_the_interval(tiny_world):
-    """Seven held-out pairs of seven prompts, each three times: that says no more than once, and less of how alike they are."""
+def test_accuracy_of_repeated_pairs_has_no_narrower_interval(tiny_world):
+    """Seven held-out pairs of seven prompts, each three times, have no more information than once."""
     data, policy = Pairs.open(tiny_world.pairs), load_model(tiny_world.model, "float32", ALONE.device)
     with torch.no_grad():
         policy.lm_head.weight += 0.1 * torch.randn(
@@ -413,19 +413,20 @@ def test_pairs_of_one_prompt_do_not_narrow_the_interval(tiny_world):
         for times in (1, 3)
     )
     assert 0 < once.accuracy().share < 1
-    whole = (thrice.accuracy(), once.accuracy())
-    for again, found in (
-        whole,
-        *((thrice.accuracy_by_length()[kind], by) for kind, by in once.accuracy_by_length().items()),
+    overall = (thrice.accuracy(), once.accuracy())
+    for repeated, single in (
+        overall,
+        *((thrice.accuracy_by_length()[kind], single) for kind, single in once.accuracy_by_length().items()),
     ):
-        assert (again.pairs, again.prompts, again.share) == (3 * found.pairs, found.pairs, found.share)
-        assert again.interval[0] <= found.interval[0] + 1e-9 and again.interval[1] >= found.interval[1] - 1e-9
+        assert (repeated.pairs, repeated.prompts, repeated.share) == (3 * single.pairs, single.pairs, single.share)
+        low, high = repeated.interval
+        assert low <= single.interval[0] + 1e-9 and high >= single.interval[1] - 1e-9
     more = {"eval/pairs": 21, "eval/prompts": 7}
     assert thrice.metrics() == pytest.approx(once.metrics() | more) and "eval/prompts" not in once.metrics()
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page, as a browser would take them apart."""
+    """Tags, attributes and text of a page, parsed like in a browser."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -469,7 +470,7 @@ def page_of(**changes: Any) -> str:
     return render(Report(**{**report, **changes}))
 
 
-def test_no_text_of_the_data_becomes_part_of_the_page():
+def test_report_with_hostile_texts_escapes_them():
     sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
     page = Page(
         page_of(
@@ -487,7 +488,7 @@ def test_no_text_of_the_data_becomes_part_of_the_page():
 
 
 @pytest.mark.shared
-def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
+def test_report_is_self_contained_and_shows_the_results(evaluation):
     page = Page(evaluation.file("report.html").read_text())
     text = "".join(page.text)
     assert page.addresses == [] and "script" not in page.tags and "url(" not in text and "@import" not in text
@@ -499,13 +500,13 @@ def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
     assert f"{worst['loss']:,.4f}" in text
 
 
-def in_words(messages: list[dict[str, str]]) -> str:
+def text_of(messages: list[dict[str, str]]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 @pytest.mark.shared
-def test_people_read_the_messages_and_decoded_tokens_where_these_are_gone(world, tmp_path):
-    """The rows as they were written are the oracle. tiny-chat has ChatML, whose decoded prompts begin with `user`."""
+def test_report_shows_messages_or_decoded_tokens_without_them(world, tmp_path):
+    """The source rows are the oracle. The decoded prompts of tiny-chat (ChatML) begin with `user` or `system`."""
     lines = [json.loads(line) for line in (world.workshop.folder / "rows.jsonl").read_text().splitlines()]
     shutil.copytree(world.workshop.store, tmp_path / "store")
     changes = {"store": tmp_path / "store", "folder": tmp_path / "job"}
@@ -514,11 +515,13 @@ def test_people_read_the_messages_and_decoded_tokens_where_these_are_gone(world,
     frozen = made.json("samples.json")
     assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
     for shown, sample in zip(made.details["samples"], frozen, strict=True):
-        said = in_words(lines[sample["row"]]["prompt"])
-        assert shown == {**sample, "prompt": said[-500:]} | {n: sample[n][:500] for n in ("before", "after", "chosen")}
+        prompt = text_of(lines[sample["row"]]["prompt"])
+        assert shown == {**sample, "prompt": prompt[-500:]} | {
+            name: sample[name][:500] for name in ("before", "after", "chosen")
+        }
     page = Page(made.file("report.html").read_text())
     worst = max(pq.read_table(made.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])["row"]
-    for text in (in_words(lines[worst]["prompt"])[-500:], lines[worst]["rejected"][-1]["content"][:500]):
+    for text in (text_of(lines[worst]["prompt"])[-500:], lines[worst]["rejected"][-1]["content"][:500]):
         assert text in page.text
     assert not any(re.match(r"(user|system)\n", text) for text in page.text)
 
@@ -533,21 +536,24 @@ SHOWN = """\
 Policy|abc|against reference|def|on the held-out pairs of|123|.|The policy gives the preferred response the higher reward in
 50.0%|of 4 pairs; 95% interval|15.0% to 85.0%.|Metrics|eval/loss|0.6931|eval/pairs|4,000|Accuracy by length
 Pairs|Number|Accuracy|95% interval|chosen longer|3|66.7%|20.8% to 93.9%|same length|1|0.0%|0.0% to 79.3%|Margins
-The tallest bar stands for 2 pairs.|-10.0000 to -9.0000: 2 pairs|0.0000 to 1.0000: 1 pairs|30.0000 to 31.0000: 1 pairs
+The tallest bar has 2 pairs.|-10.0000 to -9.0000: 2 pairs|0.0000 to 1.0000: 1 pairs|30.0000 to 31.0000: 1 pairs
 -10.0000|0|31.0000|Samples|Row|Prompt|Before (reference)|After (policy)|Chosen in the data|5|ask|was|is|good
 Row|Loss|Margin|Prompt|Chosen|Rejected|7|2.5000|-1.0000|ask|good|bad"""
 
 
-def test_the_report_shows_each_number_in_its_place():
-    """Of 2 of 3, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939. The histogram spans
-    40 in bins of 1, and one more for the last edge: 41 in 720 points, of which a bar fills nine tenths; the highest has 180."""
+def test_report_shows_each_number_in_its_place():
+    """Check texts and bars against numbers by hand.
+
+    The interval of 2 of 3, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939. The
+    histogram has 41 bins of width 1 in 720 points. A bar fills nine tenths of its bin; the tallest is 180 high.
+    """
     page = page_of(
         metrics={"eval/loss": 0.6931, "eval/pairs": 4000},
         margins=[-10.0, -10.0, 0.5, 30.0],
         samples=[Sample(5, "ask", "was", "is", "good")],
         worst=[WorstPair(7, 2.5, -1.0, "ask", "good", "bad")],
     )
-    shown = lines_of(page).replace("label. The", "label.\nThe").replace("\n", "|")
+    shown = lines_of(page).replace(". The tallest", ".\nThe tallest").replace("\n", "|")
     for line in SHOWN.splitlines():
         assert line in shown
     bars = re.findall(r'<rect x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"\s+class="(\w+)"', page)
@@ -562,26 +568,24 @@ def test_the_report_shows_each_number_in_its_place():
     assert "by source" not in lines_of(page)
     shared = lines_of(page_of(accuracy=accuracy(np.arange(4) < 2, np.array([0, 1, 1, 2])))).replace("\n", " ")
     assert "50.0% of 4 pairs, which have 3 prompts; 95% interval" in shared
-    assert "The recipe asks for none" in lines_of(page_of(samples=[])) and "Before" not in lines_of(page_of(samples=[]))
+    without_samples = lines_of(page_of(samples=[]))
+    assert "evaluation.samples is 0" in without_samples and "Before" not in without_samples
     assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
 
 
 @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=5))
-@example([-0.9])  # 40 times a 40th of it is 1e-16 less in floats
+@example([-0.9])  # in floats, 40 * (0.9 / 40) is 1e-16 less
 @example(list(np.linspace(-1, 1, 500)))
-def test_the_histogram_shows_every_pair_on_its_side_of_zero(margins):
+def test_histogram_shows_every_pair_on_its_side_of_zero(margins):
     bars = re.findall(r'class="(good|bad)"><title>.*?: (\d+) pairs', page_of(margins=margins))
     assert sum(int(count) for _, count in bars) == len(margins)
     assert sum(int(count) for side, count in bars if side == "bad") == sum(margin < 0 for margin in margins)
 
 
-def test_too_little_memory_to_run_a_model_is_told_with_what_to_do(world):
-    """No address space has room for answers of that length, so torch's own allocator refuses them."""
+def test_evaluation_without_memory_writes_advice(world):
+    """Answers of that length exceed any address space, so torch's allocator fails."""
     job = world.job(max_new_tokens=10**15)
     assert main(job.path) == 1
     failure = Failure.model_validate_json(job.error.read_bytes())
-    assert (
-        failure.message.startswith("evaluation: ") and "can't allocate memory: you tried to allocate" in failure.message
-    )
-    shared = "; share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
-    assert failure.message.endswith(shared)
+    assert failure.message.startswith("evaluation: ") and "can't allocate memory" in failure.message
+    assert re.search(r"`compute\.processes_per_node`, .*`compute\.parallel: fsdp`.*\[out-of-memory\]$", failure.message)

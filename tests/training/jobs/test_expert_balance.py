@@ -1,6 +1,6 @@
-"""Jobs that balance a mixture of experts: against naive loops, and cut and spread in other ways.
+"""Jobs that balance a mixture of experts: compared with naive loops, and with other micro-batches and ranks.
 
-Each token goes to two of four experts. No choice is near enough to another for rounding to make it.
+Each token goes to two of four experts. No choice is so close that rounding decides it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,6 @@ from training.contract.errors import ModelError
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import epoch_order
 from training.model.expert_routing import Routing, routing_of
-from training.model.logprobs.response_logprobs import response_logprobs
 
 COEFFICIENT, STEPS = 0.1, 6
 
@@ -31,7 +30,7 @@ COEFFICIENT, STEPS = 0.1, 6
 def world_of_experts(place: Path, kind: str) -> TinyWorld:
     found = build_world(place)
     (found.model / "model.safetensors").unlink()
-    without_padding = {"pad_token_id": None}  # to whose embedding, zero, all experts are alike
+    without_padding = {"pad_token_id": None}  # its zero embedding would make all experts equal
     build(kind, LOCAL | without_padding).save_pretrained(found.model)
     write_reference(found, AutoModelForCausalLM.from_pretrained(found.model))
     return found
@@ -49,7 +48,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def aux_loss(model: Any, sequences: list[list[int]]) -> torch.Tensor:
-    """By transformers, of a padded batch; the last token of each sequence predicts nothing and is not run."""
+    """Return the balance loss by transformers, of a padded batch. The last token of a sequence is not run."""
     ids = [torch.tensor(sequence[:-1]) for sequence in sequences]
     ids_ST, mask_ST = (pad_sequence(parts, batch_first=True) for parts in (ids, [torch.ones_like(run) for run in ids]))
     found: torch.Tensor = model(input_ids=ids_ST, attention_mask=mask_ST, output_router_logits=True).aux_loss
@@ -57,7 +56,7 @@ def aux_loss(model: Any, sequences: list[list[int]]) -> torch.Tensor:
 
 
 def naive(world: TinyWorld, own_loss: Callable[..., torch.Tensor], sides: tuple[str, ...]) -> list[list[float]]:
-    """The loss and the balance of each step; the balance is that of all sequences of a batch, prompts and all."""
+    """Return the loss and the balance of each step. The balance covers all sequences of a batch, with their prompts."""
     model, train, found = AutoModelForCausalLM.from_pretrained(world.model), world.split("train"), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.0, foreach=False)
     for step in range(STEPS):
@@ -72,7 +71,7 @@ def naive(world: TinyWorld, own_loss: Callable[..., torch.Tensor], sides: tuple[
     return found
 
 
-def test_preference_tuning_is_a_naive_loop(world: TinyWorld):
+def test_policy_with_balance_matches_a_naive_loop(world: TinyWorld):
     table = LogProbTable.read(world.reference, len(world.examples)).logprobs_P2
 
     def dpo(model: Any, order: Any) -> torch.Tensor:
@@ -89,7 +88,7 @@ def test_preference_tuning_is_a_naive_loop(world: TinyWorld):
     assert "eval/aux_loss" not in evaluated and "eval/loss" in evaluated
 
 
-def test_supervised_tuning_is_a_naive_loop(world: TinyWorld):
+def test_sft_with_balance_matches_a_naive_loop(world: TinyWorld):
     def likelihood(model: Any, order: Any) -> torch.Tensor:
         batch = [world.split("train")[i] for i in order]
         tokens = sum(sum(example["chosen_mask"]) for example in batch)
@@ -104,8 +103,8 @@ def test_supervised_tuning_is_a_naive_loop(world: TinyWorld):
     ]
 
 
-def test_training_that_will_balance_too_changes_nothing_of_supervised_tuning(world: TinyWorld):
-    """What a recipe's training asks for is looked at first, with a pass that tells its routing, as those of tuning do."""
+def test_sft_before_a_balanced_policy_has_the_same_events(world: TinyWorld):
+    """The sft job checks the policy's settings first, with a pass that reports the routing."""
     fields = test_sft.settings(router_aux_loss_coef=COEFFICIENT, epochs=1)
     alone, both = (world.job("sft", fields, name) for name in ("tuned", "tuned-and-trained"))
     both = both.model_copy(update={"recipe": {"training": {"router_aux_loss_coef": 0.5}}})
@@ -114,16 +113,15 @@ def test_training_that_will_balance_too_changes_nothing_of_supervised_tuning(wor
     assert timeless(told(both)) == timeless(told(alone))
 
 
-def test_held_out_pairs_are_scored_without_routing(world: TinyWorld, monkeypatch: pytest.MonkeyPatch):
-    """Nothing reads it there, and it costs a softmax over the experts of every token in every layer: evaluating more often
-    asks for it no more often."""
+def test_evaluation_during_training_computes_no_routing(world: TinyWorld, monkeypatch: pytest.MonkeyPatch):
+    """The routing costs a softmax over the experts for every token and layer, and the evaluation does not use it."""
     rows: list[int] = []
 
     def counted(model: PreTrainedModel, layers: Sequence[torch.Tensor], sequences_T: torch.Tensor) -> Routing:
         rows[-1] += 1
         return routing_of(model, layers, sequences_T)
 
-    monkeypatch.setattr(response_logprobs, "routing_of", counted)
+    monkeypatch.setattr("training.model.logprobs.response_logprobs.routing_of", counted)
     for every, evaluations in ((1, 4), (100, 2)):
         rows.append(0)
         tune(job := world.job("policy", settings(max_steps=3), f"evaluated-{every}", evaluate_every=every))
@@ -134,15 +132,15 @@ def test_held_out_pairs_are_scored_without_routing(world: TinyWorld, monkeypatch
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a pair a row": ({"micro_tokens": 1}, {}),
     "one row": ({"micro_tokens": 100_000}, {}),
-    "activations made again": ({}, {"activation_checkpointing": True}),
-    "a loss that looks ahead too": ({"loss": {"type": "aot_unpaired", "beta": BETA}, "micro_tokens": 1}, {}),
+    "activation checkpointing": ({}, {"activation_checkpointing": True}),
+    "a coupled loss": ({"loss": {"type": "aot_unpaired", "beta": BETA}, "micro_tokens": 1}, {}),
     "an adapter": ({"adapter": {"rank": 2, "target_modules": ["q_proj"]}, "micro_tokens": 1}, {}),
 }
 
 
 @pytest.mark.parametrize("way", OTHERWISE)
-def test_how_a_batch_is_run_changes_nothing(world: TinyWorld, way: str):
-    """Against the same in micro-batches of two or three pairs."""
+def test_policy_with_balance_does_not_depend_on_micro_batches(world: TinyWorld, way: str):
+    """Each case is compared with micro-batches of two or three pairs."""
     changes, compute = OTHERWISE[way]
     same = {name: value for name, value in changes.items() if name != "micro_tokens"}
     jobs = [
@@ -156,8 +154,8 @@ def test_how_a_batch_is_run_changes_nothing(world: TinyWorld, way: str):
         assert other == pytest.approx(usual, rel=1e-5, abs=1e-5)
 
 
-def test_it_makes_the_experts_more_even(world: TinyWorld):
-    """Two is even: each token goes to two experts."""
+def test_policy_with_large_balance_evens_the_experts(world: TinyWorld):
+    """Even experts have a loss of two, because each token goes to two experts."""
     tune(without := world.job("policy", settings(router_aux_loss_coef=1e-9, max_steps=12), "hardly"))
     tune(within := world.job("policy", settings(router_aux_loss_coef=1.0, max_steps=12), "much"))
     first, last = (told(job)[-1]["aux_loss"] for job in (without, within))
@@ -166,9 +164,11 @@ def test_it_makes_the_experts_more_even(world: TinyWorld):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), [("mixtral", "ddp"), ("mixtral", "fsdp"), ("gpt_oss", "fsdp")])
-def test_ranks_are_one_process(tmp_path: Path, forker: Any, kind: str, way: str):
-    """In shards a rank that has fewer rows runs some again for company, which must not count: of the two pairs that a batch of
-    six leaves, and of eight pairs by three ranks where each sequence has a row of its own."""
+def test_policy_with_balance_on_three_ranks_matches_one(tmp_path: Path, forker: Any, kind: str, way: str):
+    """With sharded weights, a rank with fewer rows runs padding rows, and these must not count.
+
+    Cases: two pairs left after batches of six; eight pairs on three ranks with one sequence per row.
+    """
     rows = {"batch_size": 8} if kind == "gpt_oss" else {"batch_size": 6, "micro_tokens": 30}
     world, of_one = world_of_experts(tmp_path, kind), settings(max_steps=7, **rows)
     tune(alone := world.job("policy", of_one, "alone"))
@@ -177,9 +177,8 @@ def test_ranks_are_one_process(tmp_path: Path, forker: Any, kind: str, way: str)
     assert [e["aux_loss"] for e in told(found)] == pytest.approx([e["aux_loss"] for e in told(alone)], abs=1e-5)
 
 
-def test_a_model_without_experts_is_refused_before_training(tiny_world: TinyWorld):
+def test_policy_with_balance_on_model_without_experts_raises(tiny_world: TinyWorld):
     job = tiny_world.job("policy", settings())
-    told_where = r"^`training.router_aux_loss_coef`: LlamaForCausalLM is no mixture of experts .*: set it to 0$"
-    with pytest.raises(ModelError, match=told_where):
+    with pytest.raises(ModelError, match=r"^`training\.router_aux_loss_coef`: LlamaForCausalLM .*\[no-routing\]$"):
         tune(job)
-    assert told(job, "step", "eval") == [], "nor before anything is scored"
+    assert told(job, "step", "eval") == []

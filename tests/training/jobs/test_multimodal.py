@@ -1,4 +1,4 @@
-"""The language model of a larger one is trained as it would be by itself, and nothing else of it is touched.
+"""The language model of a multimodal model is trained like a plain one, and the rest of the model stays unchanged.
 
 The oracle is the same job on the language model alone: a Llama, and a Llava around that Llama.
 """
@@ -37,7 +37,7 @@ LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj", "lm_hea
 
 @pytest.fixture
 def worlds(tmp_path: Path) -> tuple[TinyWorld, TinyWorld]:
-    """A world of a Llama, and the same one with a Llava around it."""
+    """Return a tiny world with a Llama, and the same one with a Llava around it."""
     plain = build_world(tmp_path / "plain", tied=False)
     larger = plain.copied_to(tmp_path / "larger")
     llama = AutoModelForCausalLM.from_pretrained(plain.model)
@@ -51,7 +51,7 @@ def worlds(tmp_path: Path) -> tuple[TinyWorld, TinyWorld]:
     return plain, larger
 
 
-def test_it_is_trained_as_by_itself_and_the_rest_is_kept(worlds: tuple[TinyWorld, TinyWorld]):
+def test_multimodal_policy_matches_the_plain_one_and_keeps_the_rest(worlds: tuple[TinyWorld, TinyWorld]):
     plain, larger = (world.job("policy", settings(), "job") for world in worlds)
     tune(plain), tune(larger)
     assert losses(larger) == losses(plain) and len(losses(plain)) == 12
@@ -67,17 +67,17 @@ def test_it_is_trained_as_by_itself_and_the_rest_is_kept(worlds: tuple[TinyWorld
     base, tuned = (load_model(folder, "float32", CPU) for folder in (worlds[1].model, larger.staging))
     picture = torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)
     seen = [model.get_image_features(picture, return_dict=True).pooler_output[0] for model in (base, tuned)]
-    assert len(seen[0]) and torch.equal(*seen), "it sees what the base sees"
-    trained, frozen = (sum(t.numel() for n, t in before.items() if (n in kept) is asked) for asked in (False, True))
+    assert len(seen[0]) and torch.equal(*seen), "image features are those of the base"
+    trained, frozen = (sum(t.numel() for n, t in before.items() if (n in kept) is is_kept) for is_kept in (False, True))
     [note] = [e["text"] for job in (plain, larger) for e in told(job, "note") if "language model" in e["text"]]
-    assert f"{trained:,} parameters; the other {frozen:,}" in note
+    assert f" {trained:,} parameters" in note and f" {frozen:,}," in note
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "shards": ({}, {"parallel": "fsdp"}, 1e-5),
     "shards in bfloat16": ({"precision": "bfloat16", "micro_tokens": 1}, {"parallel": "fsdp"}, 3e-4),
     "an adapter in shards": ({"adapter": LORA}, {"parallel": "fsdp"}, 1e-5),
-    "Muon, activations made again": (
+    "Muon, activation checkpointing": (
         {"optimizer": {"type": "muon", "learning_rate": 3e-3, "adamw": {"learning_rate": 3e-3}}},
         {"activation_checkpointing": True},
         1e-5,
@@ -87,7 +87,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_it_goes_with_every_other_option(worlds: tuple[TinyWorld, TinyWorld], forker: Any, option: str):
+def test_multimodal_policy_with_each_option_matches_the_plain_one(
+    worlds: tuple[TinyWorld, TinyWorld], forker: Any, option: str
+):
     training, compute, tolerance = OPTIONS[option]
     jobs = [world.job("policy", settings(max_steps=4, **training), "job", **compute) for world in worlds]
     plain, larger = (published(job, forker.run(job, 2)) for job in jobs)
@@ -100,8 +102,8 @@ def test_it_goes_with_every_other_option(worlds: tuple[TinyWorld, TinyWorld], fo
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_goes_on(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
-    """A checkpoint holds what is trained; the rest comes from the base again."""
+def test_multimodal_policy_stopped_and_resumed_has_the_same_bits(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
+    """A checkpoint holds the trained weights. The others come from the base."""
     world = worlds[1]
     whole, first = (world.job("policy", settings(max_steps=6), name, checkpoint_every=2) for name in ("whole", "parts"))
     expected = published(whole, forker.run(whole))
@@ -111,7 +113,7 @@ def test_a_run_that_stopped_goes_on(worlds: tuple[TinyWorld, TinyWorld], forker:
 
 
 @pytest.mark.slow
-def test_so_is_supervised_tuning(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
+def test_multimodal_sft_matches_the_plain_one(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
     fields = SupervisedTuning.model_validate({"epochs": 1, "batch_size": 8}).model_dump(mode="json")
     plain, larger = (world.job("sft", fields) for world in worlds)
     published(plain, forker.run(plain)), published(larger, forker.run(larger))
@@ -120,7 +122,7 @@ def test_so_is_supervised_tuning(worlds: tuple[TinyWorld, TinyWorld], forker: An
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
+def test_compiled_multimodal_model_has_the_same_logprobs(worlds: tuple[TinyWorld, TinyWorld]):
     model = load_model(worlds[1].model, "float32", CPU)
     sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for group in groups() for each in group]
     before = response_logprobs(model, sequences).tokens_N
@@ -129,8 +131,8 @@ def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "lm_head")])
-def test_an_adapter_is_put_where_text_goes(targets: Any):
-    """Layers for images are called q_proj as well."""
+def test_adapter_is_added_to_text_layers_only(targets: Any):
+    """Layers for images have the name q_proj too."""
     model = build_multimodal("llava", {"model_type": "llama"})
     assert sum(name.endswith("q_proj") for name, _ in model.named_modules()) > 2
     add_adapter(model, Adapter(target_modules=targets), seed=0)
@@ -140,28 +142,28 @@ def test_an_adapter_is_put_where_text_goes(targets: Any):
         assert {name.rsplit(".", 1)[-1] for name in adapted} == set(targets) and len(adapted) == 3
 
 
-def test_it_answers_as_by_itself(worlds: tuple[TinyWorld, TinyWorld]):
+def test_greedy_of_multimodal_model_matches_the_plain_one(worlds: tuple[TinyWorld, TinyWorld]):
     plain, larger = (load_model(world.model, "float32", CPU) for world in worlds)
     prompt = groups()[0][0].ids_T.remainder(60).tolist()
     assert greedy(larger, prompt, [], 8) == greedy(plain, prompt, [], 8) != []
-    assert greedy(larger, prompt * 6, [], 80) == greedy(plain, prompt * 6, [], 80), "the language model's own room"
+    assert greedy(larger, prompt * 6, [], 80) == greedy(plain, prompt * 6, [], 80), "positions of the language model"
 
 
-def test_what_is_not_saved_again_is_told(tmp_path: Path):
-    """Heads of Qwen 3.5 that predict several tokens at once, for example."""
+def test_load_with_unused_weights_writes_a_note(tmp_path: Path):
+    """An example is the multi-token prediction of Qwen 3.5."""
     build_multimodal("qwen3_5", LINEAR).save_pretrained(tmp_path)
     file, events = tmp_path / "model.safetensors", tmp_path / "events.jsonl"
     trainable = TrainModelSpec(tmp_path, "float32")
-    for more, told_of in (({}, []), ({"mtp.fc.weight": torch.ones(3)}, ["mtp.fc.weight (1 in all)"])):
-        save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    for unused, names in (({}, []), ({"mtp.fc.weight": torch.ones(3)}, ["mtp.fc.weight (1 in all)"])):
+        save_file(load_file(file) | unused, file, metadata={"format": "pt"})
         load_for_training(trainable, Compute(device="cpu"), ALONE, EventWriter(events))
         notes = [event["text"] for event in read_events(events) if event["event"] == "note"]
-        assert [text.rpartition(": ")[2] for text in notes if "not saved again" in text] == told_of
+        assert [text.rpartition(": ")[2] for text in notes if "in all)" in text] == names
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_only_dropout_that_text_meets_counts(tmp_path: Path, rate: float):
-    """A config of the whole says nothing of either; training mode, in which prompts cannot be shared, is for text's alone."""
+def test_own_dropout_counts_text_layers_only(tmp_path: Path, rate: float):
+    """Prompts are not shared in training mode, which is needed only for dropout in text layers."""
     model = build_multimodal("internvl", {"model_type": "qwen2", "attention_dropout": rate})
     model.config.vision_config.hidden_dropout_prob = 0.1
     model.save_pretrained(tmp_path)

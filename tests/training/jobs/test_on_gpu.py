@@ -1,4 +1,4 @@
-"""What only a GPU can show: whole runs and single steps on one, against the processor and against themselves."""
+"""Runs and single steps on a GPU, compared with the CPU and with a second run."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ SERIES = ("loss", "rewards/margins", "logps/chosen", "grad_norm")
 
 
 def tune(job: Job) -> list[dict[str, Any]]:
-    """Do the job, step 0's proof and held-out pairs included; what it told of each step.
+    """Run the job, with its reference check and held-out pairs. Return its step events.
 
-    Policies in bfloat16 are 0.05 nats a response from the table, which is in float32, on a processor.
+    On a CPU, policies in bfloat16 differ from the float32 table by 0.05 nats per response.
     """
     with group(job.compute.device) as alone:
         made = run(job, alone, EventWriter(job.events, keep=True))
@@ -31,19 +31,19 @@ def tune(job: Job) -> list[dict[str, Any]]:
     return told(job)
 
 
-def test_a_run_in_float32_is_that_of_the_processor(tiny_world):
-    """Twelve steps; a loss in float32 depends on the order of sums by 1e-6, and AdamW makes more of it step by step."""
-    there, here = (
+def test_policy_in_float32_on_gpu_matches_cpu(tiny_world):
+    """A float32 loss depends on the order of sums by 1e-6, and AdamW amplifies that over twelve steps."""
+    on_gpu, on_cpu = (
         tune(tiny_world.job("policy", settings(), name, device=device))
-        for name, device in (("there", "cuda"), ("here", "cpu"))
+        for name, device in (("gpu", "cuda"), ("cpu", "cpu"))
     )
-    for one, other in zip(there, here, strict=True):
+    for one, other in zip(on_gpu, on_cpu, strict=True):
         assert [one[name] for name in SERIES] == pytest.approx([other[name] for name in SERIES], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_seed_gives_the_same_bits_twice(tiny_world, precision: str):
-    """In bfloat16 attention is one call of a kernel for the row, which `tune` holds against the table."""
+def test_policy_on_gpu_twice_gives_the_same_bits(tiny_world, precision: str):
+    """In bfloat16 one kernel call runs the attention of a row; `tune` compares its results with the table."""
     runs = [tune(tiny_world.job("policy", settings(precision=precision), name, device="cuda")) for name in "ab"]
     assert [[step[name] for name in SERIES] for step in runs[0]] == [
         [step[name] for name in SERIES] for step in runs[1]
@@ -54,8 +54,8 @@ def test_a_seed_gives_the_same_bits_twice(tiny_world, precision: str):
     "loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "aot"}, {"type": "bco_pair"}], ids=str
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_nothing_waits_for_the_gpu_but_the_ranks_agreement(tiny_world, loss: dict[str, Any], precision: str):
-    """torch refuses what waits, on all threads: a second step comes as far as its middle, and from there to its end."""
+def test_step_on_gpu_waits_in_sync_step_only(tiny_world, loss: dict[str, Any], precision: str):
+    """torch raises for each wait, on all threads. A second step runs up to `sync_step`, and from there to its end."""
     with group("cuda") as alone:
         stepper = stepper_of(tiny_world, alone.device, loss=loss, precision=precision)
     stepper.step(1, Flags())
@@ -67,4 +67,4 @@ def test_nothing_waits_for_the_gpu_but_the_ranks_agreement(tiny_world, loss: dic
         stepper._apply(norm=1.0, factor=1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert "agree" in [entry.name for entry in stopped.traceback]
+    assert "sync_step" in [entry.name for entry in stopped.traceback]

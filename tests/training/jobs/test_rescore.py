@@ -1,4 +1,4 @@
-"""Pairs scored again beside the table: against plain transformers, and against a table that was tampered with."""
+"""Rescored pairs, compared with plain transformers and with a changed table."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def test_live_values_are_those_of_plain_transformers(tiny_world: Any) -> None:
+def test_rescored_values_match_plain_transformers(tiny_world: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_world.model)
     for row in rescored(tiny_world, [103, 110, 144]):
         example = tiny_world.examples[row["row"] - 100]
@@ -34,12 +34,12 @@ def test_live_values_are_those_of_plain_transformers(tiny_world: Any) -> None:
             assert row[side]["allowed"] == pytest.approx(0.001 * sum(example[f"{side}_mask"]) ** 0.5)
 
 
-def test_a_number_of_rows_is_spread_from_the_first_to_the_last(tiny_world: Any) -> None:
+def test_rescore_of_a_number_takes_evenly_spaced_rows(tiny_world: Any) -> None:
     assert [row["row"] for row in rescored(tiny_world, 5)] == [100, 111, 122, 133, 144]
     assert len(rescored(tiny_world, 1000)) == 45
 
 
-def test_a_value_that_is_not_the_models_shows(tiny_world: Any) -> None:
+def test_rescore_with_changed_table_shows_the_difference(tiny_world: Any) -> None:
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     table.logprobs_P2[22, 1] += 0.02
     table.write(tiny_world.reference)
@@ -52,12 +52,12 @@ def test_a_value_that_is_not_the_models_shows(tiny_world: Any) -> None:
     assert wrong == [(122, "rejected")]
 
 
-def test_an_unknown_row_is_wrong_use(tiny_world: Any) -> None:
-    with pytest.raises(UsageError, match=r"\[100, 7\].*\[100\]"):
+def test_rescore_of_unknown_row_raises(tiny_world: Any) -> None:
+    with pytest.raises(UsageError, match=r"\[100\] of \[100, 7\].*\[row-not-tokenized\]"):
         rescored(tiny_world, [100, 7])
 
 
-def test_spread() -> None:
+def test_evenly_spaced_includes_first_and_last() -> None:
     assert evenly_spaced(np.arange(0), 16).tolist() == []
     assert evenly_spaced(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
     assert evenly_spaced(np.arange(101), 3).tolist() == [0, 50, 100]

@@ -1,6 +1,6 @@
-"""Killed at any point and taken up again, a run with dropout ends with the bits of one that nobody disturbed.
+"""A run with dropout that is killed at any point and resumed has the bits of an undisturbed run.
 
-One job is killed again and again, each time a little later, and goes on from what the attempt before had committed.
+A test kills one job many times, each time a little later. Each attempt resumes from the previous checkpoint.
 """
 
 import json
@@ -34,7 +34,7 @@ COMPUTE = {"checkpoint_every": 3, "evaluate_every": 7}
 
 
 class Killed(BaseException):
-    """Ends an attempt in this process as SIGKILL does: nothing of the run handles it."""
+    """Ends an attempt in this process like SIGKILL: the run does not handle it."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def calm(world: Any, forker: Any) -> Artifact:
-    """The run that nobody disturbed."""
+    """Return the policy of an undisturbed run."""
     job = world.job("policy", SETTINGS, "calm", **COMPUTE)
     return published(job, forker.run(job))
 
 
 def disturb(forker: Any, job: Job, ends: Iterable[dict[str, float]], world: int = 1) -> Artifact:
-    """End attempt after attempt, until one comes to its end before its time, or all were ended; then finish the work."""
+    """Kill one attempt for each of `ends`, until one finishes first. Then finish the job, and return its artifact."""
     killed = 0
     for end in ends:
         statuses = forker.run(job, world, **end)
@@ -74,29 +74,29 @@ def assert_same(found: Artifact, expected: Artifact) -> None:
     assert files[0] == files[1]
 
 
-def test_killed_at_every_step(world: Any, forker: Any, calm: Artifact):
+def test_policy_killed_at_every_step_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
     job = world.job("policy", SETTINGS, "steps", **COMPUTE)
     assert_same(disturb(forker, job, ({"step": step} for step in range(1, STEPS + 1))), calm)
 
 
 @pytest.mark.system
-def test_killed_between_the_operations_of_a_save(world: Any, forker: Any, calm: Artifact):
-    """Opening, renaming and removing of files and folders, one after the other, from those of resuming on."""
+def test_policy_killed_between_file_operations_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
+    """It is killed at opens, renames and removals of files and folders, from the resuming on."""
     job = world.job("policy", SETTINGS, "operations", **COMPUTE)
     assert_same(disturb(forker, job, ({"touch": count} for count in range(1, 60, 3))), calm)
 
 
 @pytest.mark.system
-def test_killed_while_a_file_grows(world: Any, forker: Any, calm: Artifact):
-    """At offsets of a file of some 170,000 bytes: no checkpoint is ever whole, so each attempt begins anew."""
+def test_policy_killed_while_a_file_grows_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
+    """It is killed at offsets of a file of about 170,000 bytes. No checkpoint is complete, so each attempt starts again."""
     job = world.job("policy", SETTINGS, "offsets", **COMPUTE)
     assert_same(disturb(forker, job, ({"size": size} for size in (9_000, 20_000, 65_537, 131_072, 169_000))), calm)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
-    """And where the last checkpoint is not what it was in a part that only rank 1 reads, both go on from the one before."""
+def test_policy_on_two_ranks_killed_has_the_same_bits(world: Any, forker: Any, way: str):
+    """At last a part of the checkpoint that only rank 1 reads is corrupt. Both ranks then use the previous checkpoint."""
     names = (f"calm-{way}", f"killed-{way}")
     calm, job = (world.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
 
@@ -114,8 +114,8 @@ def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
     assert_same(disturbed, published(calm, forker.run(calm, 2)))
 
 
-def test_asked_to_stop_when_the_last_step_is_told_it_saves(world: Any, forker: Any, calm: Artifact):
-    """No step is left that could notice it; what is left is to write the policy, which may take long."""
+def test_policy_with_sigterm_after_the_last_step_saves(world: Any, forker: Any, calm: Artifact):
+    """No later step can notice the signal, and writing the policy may take long."""
     job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
     assert forker.run(job, stop=20) == [1]
     assert "stopped by SIGTERM after step 20 of 20; checkpoint saved" in job.error.read_text()
@@ -123,8 +123,8 @@ def test_asked_to_stop_when_the_last_step_is_told_it_saves(world: Any, forker: A
     assert_same(published(job, forker.run(job)), calm)
 
 
-def test_asked_to_stop_after_a_save_it_keeps_what_it_saved(world: Any, forker: Any, calm: Artifact):
-    """Another save of that step would first remove its checkpoint, the only one; each tells the seconds of those before."""
+def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker: Any, calm: Artifact):
+    """A second save of that step would first remove the only checkpoint. Its facts would then have seconds of a save."""
     job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
     assert forker.run(job, stop=20) == [1]
     [checkpoint] = job.checkpoints.glob("*/step-????????")
@@ -134,8 +134,8 @@ def test_asked_to_stop_after_a_save_it_keeps_what_it_saved(world: Any, forker: A
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, ranks: int):
-    """SIGTERM after step 7 is told, where held-out pairs are due: it is noticed in step 8, saved, and nothing is lost."""
+def test_policy_with_sigterm_saves_after_the_next_step(world: Any, forker: Any, ranks: int):
+    """SIGTERM comes after the event of step 7. The run notices it in step 8, whose evaluation is due, and saves."""
     job = world.job(
         "policy", SETTINGS, f"stopped-{ranks}", **(COMPUTE | {"checkpoint_every": 100, "evaluate_every": 8})
     )
@@ -149,12 +149,12 @@ def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, ranks: int)
     assert_same(published(job, forker.run(job, ranks)), calm)
 
 
-@pytest.mark.parametrize("told_before", [False, True])
-def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
-    world: Any, forker: Any, calm: Artifact, monkeypatch: pytest.MonkeyPatch, told_before: bool
+@pytest.mark.parametrize("event_written", [False, True])
+def test_policy_killed_in_an_evaluation_resumes_from_that_step(
+    world: Any, forker: Any, calm: Artifact, monkeypatch: pytest.MonkeyPatch, event_written: bool
 ):
-    """A long one outlasts the grace of a run that is asked to stop; its event may be told already, and then comes once."""
-    job = world.job("policy", SETTINGS, f"evaluating-{told_before}", **(COMPUTE | {"checkpoint_every": 7}))
+    """A long evaluation may outlast the grace period of a stop. Its event must appear once, also if it was written before."""
+    job = world.job("policy", SETTINGS, f"evaluating-{event_written}", **(COMPUTE | {"checkpoint_every": 7}))
     evaluate, start = EvaluateHeldOut.evaluate, AsyncSaver.start
     savers: list[AsyncSaver] = []
 
@@ -163,7 +163,7 @@ def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
         start(saver, *state)
 
     def killed(callback: EvaluateHeldOut, step: int) -> None:
-        if step == 0 or told_before:
+        if step == 0 or event_written:
             evaluate(callback, step)
         if step == 7:
             savers[-1].finish()
