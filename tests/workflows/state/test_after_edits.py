@@ -632,7 +632,7 @@ def test_a_corrupt_model_is_refused(baseline: Baseline, sandbox: Sandbox):
     field("release.model_name", "elsewhere")(sandbox)
     edited, versions = load_recipe(sandbox.folder), baseline.services.registry.versions()
     for assets in (["evaluation_spec", "evaluation"], ["released_model"]):
-        with pytest.raises(CorruptArtifact, match=rf"{weights} .*\[corrupt-model\]"):
+        with pytest.raises(CorruptArtifact, match=rf"{weights} .*\[wrong-hash\]"):
             select(assets, edited, baseline)
     flip(weights)
     assert baseline.services.registry.versions() == versions
