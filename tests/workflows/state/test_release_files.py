@@ -258,7 +258,7 @@ def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(baseline:
     )
     tokenizer.save_pretrained(folder / "base")
     before = set(baseline.services.store.fingerprints("tokenized_pairs"))
-    message = r"defs\.yaml:\d+: reference\.model: \./base: .* <\|turn\|>, <\|done\|>.*`vocab_size: 640`.*\[missing-embeddings\]$"
+    message = r"defs\.yaml:\d+: reference\.model: \./base: .* <\|turn\|>, <\|done\|>.*vocab_size: 640`.*\[missing-embeddings\]$"
     with pytest.raises(ModelError, match=message):
         planned(baseline, folder)
     report = materialize(load_recipe(folder), baseline.services, baseline.instance, "tokenized_pairs")
