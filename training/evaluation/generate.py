@@ -1,8 +1,8 @@
 """Sample a model's answers to a few held-out prompts, to show the effect of training.
 
 The prompts are evenly spaced among the distinct held-out prompts, and divided among the ranks. With a sharded model every token
-is a collective pass, so all ranks answer all prompts together. Decoding and stop tokens are those of a server of the released
-model: greedy, unless `release.generation` sets other values.
+is a collective pass, so all ranks answer all prompts together. A server of the released model decodes and stops in the same
+way: greedily, unless `release.generation` sets other values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def stop_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, se
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
-    """Return the greedy continuation of `prompt`. It is shorter if the model has no positions left."""
+    """Return the greedy continuation of `prompt`. It is shorter if the model lacks positions."""
     return continuation(model, prompt, stops, max_new_tokens, _GREEDY)
 
 

@@ -122,7 +122,7 @@ def _check_coverage(sequences: DistinctSequences, hits: LookupResult) -> None:
         raise TrainingError(
             f"{len(wrong)} of {len(sequences)} sequences have a wrong reference log-prob, first "
             f"{sequences.name(first)}: {hits.sums_Q[first]} nats over {hits.counts_Q[first]} tokens; its mask has "
-            f"{expected_S[first]} tokens (the first token of a sequence has no log-prob and cannot be trained)",
+            f"{expected_S[first]} tokens (a mask cannot train the first token of a sequence, which lacks a log-prob)",
             "wrong-token-count",
         )
 

@@ -1,4 +1,4 @@
-"""The `proof` job: score a few pairs again, and write the values beside those of the table.
+"""The `proof` job: score a few pairs again, and write the values beside the table's values.
 
 `pedigree verify` runs it with the reference model: both values must agree up to rounding (scoring/reference_check.py). If a
 policy is among the inputs, the job scores with that policy, for `pedigree inspect`. The code is the one that made the table;

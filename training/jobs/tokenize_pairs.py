@@ -4,8 +4,8 @@
     tokenizer/        the tokenizer that made them
 
 The fingerprint covers rows, splits, ids, masks, prompt lengths, and the token that ends a sampled answer. So an edit of
-template or data has no effect downstream if it changes no token. Derivations with the same tokens share the files, but not
-the details: each has its own counts and reasons of dropped rows.
+template or data does not change later artifacts if it changes no token. Derivations with the same tokens share the files, but
+not the details: each has its own counts and reasons of dropped rows.
 """
 
 import hashlib

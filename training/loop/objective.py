@@ -180,7 +180,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         return replace(reference, policy_B2=logprobs.sums_S.view(-1, 2), policy_tails_B2=tails_I2, weights_B=weights_I)
 
     def _at_reference(self, items: Positions) -> PairLogProbs:
-        """Return the table's log-probs on the device, as those of policy and reference."""
+        """Return the table's log-probs on the device, for both the policy and the reference."""
         table = self._reference
         reference_I2, tokens_I2 = self._to_device(table.logprobs_P2[items]), self._to_device(table.tokens_P2[items])
         tails_I2 = None if table.tails_P2 is None else self._to_device(table.tails_P2[items])
