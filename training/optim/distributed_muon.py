@@ -46,7 +46,7 @@ class DistributedMuon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is 
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # as above
     def step(self) -> None:
-        """Update all matrices, those of similar size in the same turn. Collective, also for a process without rows."""
+        """Update all matrices; a turn has matrices of similar size. Collective, also for a process without rows."""
         processes = self._assignment.processes
         for group in self.param_groups:
             named_matrices = zip(group["param_names"], group["params"], strict=True)

@@ -4,7 +4,7 @@ Only rank 0 reads the model from the disk and checks it. The other ranks build i
 get names, dtypes and ties of the tensors from rank 0. Then the values are broadcast a layer at a time. Each rank keeps its
 part of a layer before the next one comes. So a node holds at most one full copy besides the parts of its ranks.
 
-Shards are those of FSDP2 (Zhao et al. 2023). Each decoder layer gathers its weights before its pass and frees them after it.
+Shards are made by FSDP2 (Zhao et al. 2023). Each decoder layer gathers its weights before its pass and frees them after it.
 Embedding, last norm and head stay gathered from the forward to the backward pass: tied weights are the first and the last
 weights of a pass. FSDP gathers weights in the model's forward pass, but we use the head outside of it. So the part of
 `response_logprobs` that reads weights is registered as a forward method too (`register_fsdp_forward`). Every pass is then
@@ -163,7 +163,7 @@ def _tensors_of(model: PreTrainedModel) -> list[_TensorInfo]:
 
 
 def _layers(model: PreTrainedModel) -> list[Module]:
-    """Return the outermost layers among transformers' `_no_split_modules`. Raise ModelError if there are none."""
+    """Return the outermost layers among transformers' `_no_split_modules`. Raise ModelError if it names none."""
     unsplit = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
     inner = {part for layer in unsplit for part in layer.modules() if part is not layer}
     layers = [layer for layer in unsplit if layer not in inner]

@@ -51,7 +51,7 @@ class Precision:
             tensor.data = tensor.data.to(self.dtypes[name])
 
     def cast_buffers(self, model: PreTrainedModel) -> None:
-        """Cast buffers to their running dtypes. They have no master copies."""
+        """Cast buffers to their running dtypes. They lack master copies."""
         for name, buffer in model.named_buffers():
             buffer.data = buffer.data.to(self.dtypes.get(name, buffer.dtype))
 

@@ -1,7 +1,7 @@
 """Training with all weights on every rank. One gradient buffer is summed over the ranks during the last backward pass.
 
 With precision float32 the model's parameters are the master weights. With bfloat16 the running model is a bfloat16 copy: the
-gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
+gradients of each micro-batch are added to the float32 buffer, and after a step the master weights are rounded into the copy.
 
 All gradients are one flat float32 tensor; each master's `.grad` is a view of it. So the norm is one norm, clipping is one
 product, and the ranks exchange slices (`GradientBuckets`). torch's DistributedDataParallel does not fit for three reasons. It

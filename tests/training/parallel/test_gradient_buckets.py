@@ -1,4 +1,4 @@
-"""Buckets: cut from the end, sent in one order whatever completes first, all sent in the end."""
+"""Gradient buckets are cut from the end, and sent in the same order for any order of completion."""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SIZES = (4, 3, 2, 1)
 
 @dataclass(frozen=True)
 class Watched(Group):
-    """A group of one that remembers what it was given to sum up."""
+    """A group of one rank that records the tensors to sum."""
 
     sent: list[list[float]] = field(default_factory=list)
 
@@ -30,31 +30,31 @@ def buckets(limit_numbers: int) -> tuple[GradientBuckets, Watched]:
     return GradientBuckets(torch.arange(10.0), SIZES, group, bucket_bytes=4 * limit_numbers), group
 
 
-# The numbers 0 to 9 belong to parameters of 4, 3, 2 and 1: in buckets of at most five, 7 8 9, then 4 5 6, then 0 1 2 3.
+# The numbers 0 to 9 are parameters of sizes 4, 3, 2 and 1. Buckets of at most five: 7 8 9, then 4 5 6, then 0 1 2 3.
 IN_FIVES = [[7, 8, 9], [4, 5, 6], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"), [(5, IN_FIVES), (100, [list(range(10))]), (1, [[9], [7, 8], [4, 5, 6], [0, 1, 2, 3]])]
 )
-def test_cut_from_the_end(limit: int, expected: list[list[float]]):
+def test_buckets_are_cut_from_the_end_up_to_the_limit(limit: int, expected: list[list[float]]):
     found, group = buckets(limit)
     assert bool(found.finish())
     assert group.sent == expected
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_one_order_whatever_completes_first(order: tuple[int, ...]):
+def test_buckets_are_sent_in_one_order_for_any_order_of_completion(order: tuple[int, ...]):
     found, group = buckets(5)
     found.expect()
     for number in order:
         found.complete(number)
-        told = set(order[: order.index(number) + 1])
-        assert (len(group.sent) > 0) == ({2, 3} <= told)
+        completed = set(order[: order.index(number) + 1])
+        assert (len(group.sent) > 0) == ({2, 3} <= completed)
     assert group.sent == IN_FIVES
 
 
-def test_nothing_goes_before_the_last_pass():
+def test_no_bucket_is_sent_before_the_last_pass():
     found, group = buckets(5)
     for number in range(4):
         found.complete(number)

@@ -1,4 +1,4 @@
-"""Replicated masters: the norm of a gradient of millions of numbers, frozen tensors, what is held and written."""
+"""Replicated master weights: norm, gradients, clipping, and the rows that a rank writes."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def params(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicat
     return Replicated(TrainModelSpec(folder, precision), Placement(ALONE, copies=1))
 
 
-def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
-    """Ten million numbers, most of them small: summed up in one go in float32 their norm is off by 1e-4 and more."""
+def test_norm_of_a_long_gradient_equals_float64(tmp_path):
+    """Ten million numbers, mostly small. One float32 sum of their squares would be off by more than 1e-4."""
     found = params(tmp_path, vocab_size=40_000, hidden_size=128)
     random = torch.Generator().manual_seed(0)
     found.gradient_N.copy_(torch.rand(found.gradient_N.shape, generator=random) ** 6)
@@ -33,7 +33,7 @@ def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtype):
-    """Two passes with losses a and b give the gradients that torch gives for a and for b, added in float32."""
+    """Two passes with losses a and b give the sum of torch's gradients of a and of b, in float32."""
     found = params(tmp_path, precision)
     ids = torch.arange(12).view(1, -1)
     expected = {name: torch.zeros_like(p) for name, p in found.parameters.items()}
@@ -49,8 +49,8 @@ def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtyp
     assert all(torch.equal(p.grad, expected[name]) for name, p in found.parameters.items())
 
 
-def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
-    """Four numbers of 2 have the norm 4: a limit of 8 is not met, one of 1 leaves a quarter; a gradient of zero has none."""
+def test_clip_scales_only_gradients_over_the_limit(tmp_path):
+    """Four numbers of 2 have the norm 4: a limit of 8 changes nothing, a limit of 1 leaves a quarter, and zeros stay zeros."""
     found = params(tmp_path)
     found.gradient_N[:4] = 2.0
     for limit, left in ((8.0, 2.0), (1.0, 0.5)):
@@ -61,19 +61,19 @@ def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
     assert not found.gradient_N.any()
 
 
-def test_what_is_not_finite_is_noted(tmp_path):
+def test_reduce_returns_false_for_a_non_finite_gradient(tmp_path):
     found = params(tmp_path)
     found.zero()
     found.backward(found.model(torch.arange(4).view(1, -1)).logits.sum() * float("inf"), last=True)
     assert not bool(found.reduce())
 
 
-def test_every_rank_writes_its_part_of_the_rows():
-    """Seven rows, held by three ranks: 0 and 1; 2 and 3; 4, 5 and 6."""
+def test_each_copy_writes_its_part_of_the_rows():
+    """Seven rows and three ranks: 0 and 1; 2 and 3; 4, 5 and 6."""
     assert [LocalRows(0, 7, 7, copy, 3).own() for copy in range(3)] == [(0, 2), (2, 4), (4, 7)]
 
 
-def test_of_a_model_without_dropout_only_that_of_its_adapter_is_in_training_mode(tmp_path):
+def test_train_enables_only_the_adapters_dropout_if_the_config_has_none(tmp_path):
     params(tmp_path)
     adapted = TrainModelSpec(tmp_path, "float32", Adapter(rank=2, dropout=0.5, target_modules=("q_proj",)))
     found = Replicated(adapted, Placement(ALONE, copies=1))

@@ -1,6 +1,6 @@
-"""One job in every way that ranks can share it: the losses and the weights are those of one process.
+"""One training job with every strategy: losses and weights are the same as with one process.
 
-The ranks are real processes that talk over gloo; HSDP has two nodes of two, as the environment tells them.
+The ranks are real processes that communicate over gloo. The environment of HSDP's ranks describes two nodes of two ranks.
 """
 
 import json
@@ -38,17 +38,16 @@ def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
 
 
 def distance(left: Artifact, right: Artifact) -> float:
-    """The largest difference of two numbers of the weights, which must have the same names and dtypes."""
+    """Return the largest difference of two weights. Assert that names, shapes and dtypes are the same."""
     ones, others = weights(left), weights(right)
     assert {n: (t.shape, t.dtype) for n, t in ones.items()} == {n: (t.shape, t.dtype) for n, t in others.items()}
     return max(float((tensor.float() - others[name].float()).abs().max()) for name, tensor in ones.items())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_way_is_that_of_one_process(tmp_path: Path, forker: Any, tied: bool):
-    """A batch of six in rows of 40 tokens is some micro-batches a rank, and the last batch of the epoch has two pairs:
-    with four ranks two have nothing, and run another's pair for company where weights are shared. Three ranks have unequal
-    parts of a tensor."""
+def test_every_strategy_equals_one_process(tmp_path: Path, forker: Any, tied: bool):
+    """A batch of six pairs is several micro-batches per rank, and the last batch of the epoch has two pairs. So two of four
+    ranks have none, and with shards they run a padding micro-batch. Three ranks have unequal parts of a tensor."""
     world = build_world(tmp_path, train=32, validation=5, tied=tied)
     alone = published(job := world.job("policy", settings(), "alone"), forker.run(job))
     for way, ranks, nodes in (("ddp", 2, 1), ("fsdp", 2, 1), ("hsdp", 4, 2)) if tied else (("fsdp", 3, 1),):
@@ -69,13 +68,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an adapter": ({"adapter": LORA}, {}),
     "pairs that meet each other": ({"loss": {"type": "aot_unpaired", "beta": 0.5}}, {}),
     "weights of pairs": ({"loss": {"beta": 0.5, "weighting": "wpo"}}, {}),
-    "activations made again": ({}, {"activation_checkpointing": True}),
+    "activation checkpointing": ({}, {"activation_checkpointing": True}),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: str):
-    """Each of them runs the model, or reaches into it, in a way of its own."""
+def test_shards_equal_one_process_with_every_option(tmp_path: Path, forker: Any, option: str):
+    """Each option runs or modifies the model differently."""
     world, (training, compute) = build_world(tmp_path), OPTIONS[option]
     alone = published(job := world.job("policy", settings(**training), "alone", **compute), forker.run(job))
     job = world.job("policy", settings(**training), "shards", parallel="fsdp", **compute)
@@ -84,54 +83,52 @@ def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: 
     assert distance(shards, alone) < 1e-5
 
 
-def test_layers_that_are_left_out_at_random_are_refused_in_shards(tmp_path: Path, forker: Any):
-    """Each rank would leave out others, and wait for ever for the gathering of one."""
+def test_layerdrop_in_shards_raises(tmp_path: Path, forker: Any):
+    """Ranks would skip different layers, and wait forever for each other."""
     world = build_world(tmp_path)
     build("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5}).save_pretrained(world.model)
     job = world.job("policy", settings(disable_dropout=False), "shards", parallel="fsdp")
     assert forker.run(job, 2) == [1, 1]
     failure = json.loads(job.error.read_text())
     assert failure["type"] == "ModelError"
-    assert failure["message"].startswith("OPTForCausalLM leaves out layers at random (`layerdrop`"), "not FSDP's class"
+    assert failure["message"].startswith("OPTForCausalLM "), "not FSDP's class"
+    assert failure["message"].endswith(" [layerdrop]")
 
 
 MUON = {"type": "muon", "learning_rate": 3e-3, "weight_decay": 0.1, "adamw": {"learning_rate": 3e-3}}
 
 
-@pytest.mark.parametrize(("way", "ranks", "machines"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 1)])
-def test_ranks_that_share_muons_work_step_as_torchs_own(
-    tmp_path: Path, forker: Any, way: str, ranks: int, machines: int
-):
-    """One step, whose sums of gradients are the same to the bit; a rank that is alone on its machine takes torch's own."""
+@pytest.mark.parametrize(("way", "ranks", "nodes"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 1)])
+def test_distributed_muon_equals_torchs_muon(tmp_path: Path, forker: Any, way: str, ranks: int, nodes: int):
+    """One step, for which the sums of gradients have the same bits. A rank that is alone on its node uses torch's Muon."""
     world = build_world(tmp_path)
     one_step = settings(optimizer=MUON, micro_tokens=1000, max_steps=1, max_grad_norm=1e9)
     alone, shared = world.job("policy", one_step, "alone"), world.job("policy", one_step, "shared", parallel=way)
-    found = published(shared, forker.run(shared, ranks, machines))
+    found = published(shared, forker.run(shared, ranks, nodes))
     assert distance(found, published(alone, forker.run(alone, ranks, ranks))) < 1e-7
 
 
-def test_muon_in_shards_is_muon_over_whole_matrices(tmp_path: Path, forker: Any):
-    """After some steps the last bits differ, which bfloat16 and iterations that make small directions large leave at a
-    hundredth of the way the weights went; rows made orthogonal by themselves, or momentum lost on the way from three ranks to
-    four, would leave another way."""
+def test_muon_in_shards_equals_muon_over_full_matrices(tmp_path: Path, forker: Any):
+    """Several steps, resumed with four ranks after three. The last bits differ: bfloat16 and the iterations amplify small
+    directions, up to a hundredth of the total update. Orthogonalized shards or a lost momentum would differ more."""
     world = build_world(tmp_path)
     steps = settings(optimizer=MUON, max_steps=5, max_grad_norm=1e9)
-    whole = published(job := world.job("policy", steps, "whole"), forker.run(job))
+    unsharded = published(job := world.job("policy", steps, "whole"), forker.run(job))
     first, again = (world.job("policy", steps, "shards", parallel=way) for way in ("fsdp", "hsdp"))
     assert forker.run(first, 3, stop=2) == [1, 1, 1]
     shards = published(again, forker.run(again, 4, 2))
     assert "resumed from the checkpoint of step 3" in [e["text"] for e in told(shards, "note")]
-    assert losses(shards) == pytest.approx(losses(whole), abs=1e-3)
+    assert losses(shards) == pytest.approx(losses(unsharded), abs=1e-3)
     before = load_file(world.model / "model.safetensors")
-    went = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(whole).items())
-    assert distance(shards, whole) < 0.03 * went
+    update = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(unsharded).items())
+    assert distance(shards, unsharded) < 0.03 * update
 
 
 @pytest.mark.parametrize("option", ["all weights", "an adapter"])
-def test_bfloat16_is_the_same_in_every_way(tmp_path: Path, forker: Any, option: str):
-    """With a pair a row, however many ranks: every rank rounds the same masters, which are float32 and never rounded, and
-    gradients are summed in float32. What is left is the order of a sum; it may move a master, and that one bfloat16, over
-    the edge of a rounding, which moves a loss by 1e-4. (Rows that hold other pairs round otherwise: a hundredth of a nat.)"""
+def test_bfloat16_gives_the_same_losses_with_every_strategy(tmp_path: Path, forker: Any, option: str):
+    """With one pair per row. Every rank rounds the same float32 master weights, and gradients are summed in float32. Only the
+    order of a sum differs; it may change the rounding of a weight to bfloat16, and a loss by 1e-4. (Rows with other pairs
+    round differently, by a hundredth of a nat.)"""
     changes, way, ranks = {"all weights": ({}, "hsdp", 4), "an adapter": ({"adapter": LORA}, "fsdp", 2)}[option]
     world = build_world(tmp_path)
     fields = settings(precision="bfloat16", micro_tokens=1, max_steps=4, **changes)
@@ -149,7 +146,7 @@ EXPERTS = {
     "num_experts": 4,
     "moe_topk": 4,
     "moe_intermediate_size": 16,
-}  # all of them: none is taken or left by rounding
+}  # each token uses all experts: rounding cannot change the choice
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "positions": ("olmo2", {}),
     "routers": ("hunyuan_v1_moe", EXPERTS),
@@ -158,8 +155,8 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kept", MIXED)
-def test_what_a_bfloat16_model_keeps_in_float32_stays_so_in_shards(tmp_path: Path, forker: Any, kept: str):
-    """Rotary positions, routers of experts, the residual stream; mamba's layers have parts that are named layers as well."""
+def test_tensors_kept_in_float32_stay_float32_in_shards(tmp_path: Path, forker: Any, kept: str):
+    """Rotary positions, routers of experts, the residual stream. mamba has nested modules of the same kind."""
     kind, changes = MIXED[kept]
     world = build_world(tmp_path, train=8, validation=2)
     (world.model / "model.safetensors").unlink()
@@ -175,8 +172,8 @@ def test_what_a_bfloat16_model_keeps_in_float32_stays_so_in_shards(tmp_path: Pat
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_every_rank_refuses_what_one_met(tmp_path: Path, forker: Any, way: str):
-    """A learning rate of 1e30 ruins the weights in step 1."""
+def test_a_non_finite_loss_stops_every_rank(tmp_path: Path, forker: Any, way: str):
+    """A learning rate of 1e30 makes the weights useless in step 1."""
     world = build_world(tmp_path)
     job = world.job(
         "policy", settings(optimizer={"learning_rate": 1e30}), parallel=way, checkpoint_every=1, processes_per_node=2
@@ -184,14 +181,13 @@ def test_every_rank_refuses_what_one_met(tmp_path: Path, forker: Any, way: str):
     assert forker.run(job, 2) == [1, 1]
     failure = json.loads(job.error.read_text())
     assert failure["type"] == "TrainingError"
-    assert "step 2: the loss or its gradient is not finite (rank 0, rows 1" in failure["message"]
-    assert "; rank 1, rows 1" in failure["message"]
+    assert re.search(r"^step 2: .*\(rank 0, rows 1.*; rank 1, rows 1.* \[non-finite-loss\]$", failure["message"])
     assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000001"]
 
 
-def test_a_copy_that_runs_for_company_blames_nobody_else(tmp_path: Path):
-    """Of five pairs, each in a row of its own, one rank has two; it runs the shortest of all once more, times zero. Where that
-    pair's loss is NaN, so is the gradient of either rank; only the pair itself is named, and the rank it belongs to."""
+def test_a_nan_loss_in_a_padding_micro_batch_reports_only_the_rank_of_the_pair(tmp_path: Path):
+    """Five pairs, each in a row of its own. The rank with two pairs also runs the shortest of all pairs, times zero. If the
+    loss of this pair is NaN, the gradients of both ranks are NaN. The error must name only the pair and its rank."""
     job = build_world(tmp_path).job("policy", settings(micro_tokens=1, batch_size=5), parallel="fsdp")
 
     def work(group: Group) -> tuple[list[int], int, str]:
@@ -199,18 +195,18 @@ def test_a_copy_that_runs_for_company_blames_nobody_else(tmp_path: Path):
         batch = prepared.data.batches.batch(1)
         shortest = int(batch[prepared.data.batches.lengths.run_I[batch].argmin()])
         prepared.data.table.logprobs_P2[shortest, 0] = np.nan
-        own = [int(part.items[0]) for part in prepared.data.batches.micro_batches(1, group.rank, group.world)]
-        with pytest.raises(TrainingError) as refused:
+        items = [int(part.items[0]) for part in prepared.data.batches.micro_batches(1, group.rank, group.world)]
+        with pytest.raises(TrainingError, match=r"\[non-finite-loss\]") as caught:
             prepared.trainer.train_step.step(1, Flags())
-        return own, shortest, str(refused.value)
+        return items, shortest, str(caught.value)
 
-    (own_0, shortest, said_0), (own_1, _, said_1) = on_two_ranks(tmp_path, work)
-    assert sorted(map(len, (own_0, own_1))) == [2, 3]
-    assert said_0 == said_1
-    assert f"is not finite (rank {0 if shortest in own_0 else 1}, rows {100 + shortest}); no weight" in said_0
+    (items_0, shortest, message_0), (items_1, _, message_1) = on_two_ranks(tmp_path, work)
+    assert sorted(map(len, (items_0, items_1))) == [2, 3]
+    assert message_0 == message_1
+    assert f"(rank {0 if shortest in items_0 else 1}, rows {100 + shortest});" in message_0
 
 
-def test_where_only_a_gradient_is_not_finite_all_rows_of_its_rank_are_named(tmp_path: Path):
+def test_a_non_finite_gradient_with_finite_losses_names_all_rows_of_its_rank(tmp_path: Path):
     job = build_world(tmp_path).job("policy", settings(batch_size=5), parallel="ddp")
 
     def work(group: Group) -> tuple[list[int], str]:
@@ -218,41 +214,39 @@ def test_where_only_a_gradient_is_not_finite_all_rows_of_its_rank_are_named(tmp_
         if group.rank == 1:
             next(iter(prepared.params.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
         parts = prepared.data.batches.micro_batches(1, group.rank, group.world)
-        with pytest.raises(TrainingError) as refused:
+        with pytest.raises(TrainingError, match=r"\[non-finite-loss\]") as caught:
             prepared.trainer.train_step.step(1, Flags())
-        return sorted(100 + int(item) for part in parts for item in part.items), str(refused.value)
+        return sorted(100 + int(item) for part in parts for item in part.items), str(caught.value)
 
-    (_, said_0), (rows, said_1) = on_two_ranks(tmp_path, work)
-    named = re.search(r"\(rank 1, rows ([\d, ]+)\); no weight", said_1)
-    assert said_0 == said_1 and named is not None
-    assert sorted(map(int, named[1].split(", "))) == rows
+    (_, message_0), (rows, message_1) = on_two_ranks(tmp_path, work)
+    reported = re.search(r"\(rank 1, rows ([\d, ]+)\);", message_1)
+    assert message_0 == message_1 and reported is not None
+    assert sorted(map(int, reported[1].split(", "))) == rows
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, forker: Any, way: str):
-    """The second of three ranks has no room for its file from step 3 on. All stop with its account, a step after it failed
-    to save, and go on from step 2, with the losses of a run that nobody disturbed, once there is room. The save of step
-    4 is a later one where that of step 2 takes its time."""
+def test_a_failed_save_of_one_rank_stops_all_and_the_run_resumes(tmp_path: Path, forker: Any, way: str):
+    """From step 3 on, the second of three ranks lacks disk space. All ranks stop with its error, a step after the failed save.
+    With space again, the run resumes from step 2, with the losses of an undisturbed run."""
     world = build_world(tmp_path)
-    calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
+    undisturbed = published(job := world.job("policy", settings(), "undisturbed"), forker.run(job))
     job = world.job("policy", settings(), parallel=way, checkpoint_every=2, grace_seconds=1)
     assert forker.run(job, 3, rank=1, full=3) == [1, 1, 1]
     failure = json.loads(job.error.read_text())
     assert failure["type"] == "StoreError"
     [folder] = job.checkpoints.iterdir()
-    said = rf"rank 1 cannot save the checkpoint of step \d+ in {folder} \([\d,]+ bytes free\): .*File too large"
-    assert re.match(said, failure["message"]), failure["message"]
+    values = rf"rank 1 .* step \d+ in {folder} \([\d,]+ bytes free\): .*File too large"
+    assert re.match(values, failure["message"]), failure["message"]
     assert sorted(p.name for p in folder.glob("step-*") if p.suffix != ".partial") == ["step-00000002"]
     found = published(job, forker.run(job, 3))
     assert "resumed from the checkpoint of step 2" in [e["text"] for e in told(found, "note")]
-    assert losses(found) == pytest.approx(losses(calm), abs=1e-5)
+    assert losses(found) == pytest.approx(losses(undisturbed), abs=1e-5)
 
 
-def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, forker: Any):
-    """Two ranks that are stopped in step 5, then one, or the other way round: the data are in the same order, and losses
-    those of a run that nobody disturbed."""
+def test_a_run_resumes_with_another_number_of_ranks_and_strategy(tmp_path: Path, forker: Any):
+    """The run is stopped in step 5. Losses and order of the data are the same as in an undisturbed run."""
     world = build_world(tmp_path)
-    calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
+    undisturbed = published(job := world.job("policy", settings(), "undisturbed"), forker.run(job))
     for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 3, "ddp", 1), ("ddp", 1, "fsdp", 2)):
         name = f"{way}{ranks}-{next_way}{next_ranks}"
         first = world.job("policy", settings(), name, parallel=way, evaluate_every=4)
@@ -261,5 +255,5 @@ def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, forker
         found = published(again, forker.run(again, next_ranks))
         assert "resumed from the checkpoint of step 5" in [e["text"] for e in told(found, "note")], name
         assert [e["step"] for e in told(found)] == list(range(1, 11)), name
-        assert losses(found) == pytest.approx(losses(calm), abs=1e-6), name
-        assert distance(found, calm) < 1e-5, name
+        assert losses(found) == pytest.approx(losses(undisturbed), abs=1e-6), name
+        assert distance(found, undisturbed) < 1e-5, name

@@ -127,7 +127,7 @@ def cut(tensor: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Register the reference for the CPU. torch has no CPU kernel, so nothing is replaced."""
+    """Register the reference for the CPU. torch lacks a CPU kernel, so nothing is replaced."""
     varlen._varlen_attn.register_kernel("cpu")(kernel)
     varlen._varlen_attn_backward.register_kernel("cpu")(kernel_backward)
 

@@ -65,7 +65,7 @@ def test_float8_product_writes_five_or_six_bytes_per_weight(product: str, bytes_
 
 
 def test_sums_are_short_enough_for_kernels_with_few_rows():
-    """On an H100 a product of 127 rows with 9,216 terms has no kernel, with 3,072 terms it has (pytorch/ao, issue 4582)."""
+    """An H100 lacks a kernel for 127 rows with 9,216 terms, but has one for 3,072 terms (pytorch/ao, issue 4582)."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 32, generator=random), torch.randn(9_300, 32, generator=random)
     hidden, weight = (operand.bfloat16().requires_grad_() for operand in (hidden, weight))
