@@ -199,7 +199,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="dense, in bfloat16; known of some chips by their name")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--side-seconds", type=float, help="how long one process may take; no limit without it")
-    parser.add_argument("--profile", action="store_true", help="tell what the device does in a step of ours, too")
+    parser.add_argument("--profile", action="store_true", help="also profile the device in a step of our side")
     parser.add_argument("--record", type=Path, help="a file that each side's steps are added to")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bfloat16" if arguments.device == "cuda" else "float32")

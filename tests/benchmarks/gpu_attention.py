@@ -1,6 +1,6 @@
 """Errors of both ways of attention over a row, against float64 on the same operands, for gpu.py.
 
-Each relative error is ||found - exact|| / ||exact||; for gradients that of queries, keys and values together.
+Each relative error is ||found - exact|| / ||exact||; for gradients it covers queries, keys and values together.
 """
 
 from collections.abc import Callable, Iterator

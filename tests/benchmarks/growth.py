@@ -8,7 +8,7 @@ machine only adds to it.
 
 Expected growth. In pairs: time linear, memory flat. In the vocabulary: time linear, memory by the weights only (the
 parameter, its gradient, two moments, and two temporary gradients, of the embedding and of the head), because logits have a
-budget of bytes. In the length of responses: time linear but for attention, whose part is quadratic; memory by the tokens of
+budget of bytes. In the length of responses: time linear, and quadratic for attention; memory by the tokens of
 a micro-batch. `marginal` is the cost of one more unit, from the row before to this one; with linear growth it stays the
 same. Exit status 1 if, in pairs or vocabulary, it rises by more than half.
 """

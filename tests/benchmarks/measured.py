@@ -1,6 +1,6 @@
 """Run one job in this process and print its cost: `python -m tests.benchmarks.measured JOB.json`.
 
-One JSON object on the last line: CPU-seconds of the job, those of starting and importing before it, and peaks of memory in MB.
+One JSON object on the last line: CPU-seconds of the job, CPU-seconds of starting and importing, and peaks of memory in MB.
 The peak of a process never falls, so each job has a fresh process. The imports of a job's kind come first, as the job does
 them.
 """

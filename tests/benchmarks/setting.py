@@ -18,7 +18,7 @@ BATCH, BETA, RATE, CLIP, MAX_LENGTH = 8, 0.1, 1e-4, 1.0, 1024
 
 
 def peak_mb() -> float:
-    """Return the peak memory of this process. getrusage's figure would include that of the parent process."""
+    """Return the peak memory of this process. getrusage's figure would include the parent process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 

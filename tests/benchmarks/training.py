@@ -1,10 +1,10 @@
 """Training and the reference pass against TRL, on real pairs: `python -m tests.benchmarks.training DATA`.
 
 DATA is a folder with `preferences-real.jsonl` and `tokenizers/mistral-v3`; TRL is the extra `bench`.
-Both sides run on the CPU in float32 on the same pairs in the same order from the same weights, each measurement in a
-process of its own with the same number of threads, the two sides in turn. Our cost is that of the job from its start to its
-published artifact, self-checks included, without starting Python and importing. TRL's cost is that of the reference pass and
-the training alone, without loading and tokenizing. Peaks of memory are of the whole process.
+Both sides run on the CPU in float32 on the same pairs in the same order from the same weights. Each measurement has a process
+of its own with the same number of threads, and the sides take turns. Our cost covers the job from its start to its published
+artifact, self-checks included, without starting Python and importing. TRL's cost covers only the reference pass and the
+training, without loading and tokenizing. Peaks of memory are of the whole process.
 
 TRL runs twice: all 8 pairs of a batch in one forward, and one at a time with accumulation, as a careful user has it. Every
 step's loss and rewards must agree to 1e-4. Exit status 1 if a limit is missed.

@@ -31,9 +31,9 @@ from workflows.state.status import status
 
 def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -> dict[str, Any]:
     constants.HF_HUB_OFFLINE = question.get("offline", False)
-    heard: list[Event] = []
+    events: list[Event] = []
     loaded = load_recipe(Path(question["recipe"]))
-    services = replace(services_in(home), listener=heard.append)
+    services = replace(services_in(home), listener=events.append)
     try:
         match question["do"]:
             case "status":
@@ -48,8 +48,8 @@ def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -
                 os.environ["PEDIGREE_HOME"] = str(home)
                 found = run_by_dagster(loaded, instance)
     except PedigreeError as error:
-        return {"error": str(error), "heard": heard}
-    return {"found": found, "heard": heard}
+        return {"error": str(error), "events": events}
+    return {"found": found, "events": events}
 
 
 def run_by_dagster(loaded: LoadedRecipe, instance: dg.DagsterInstance) -> bool:

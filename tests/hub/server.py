@@ -1,4 +1,4 @@
-"""A hub on this machine: the part of the Hugging Face hub's HTTP protocol by which real clients read repositories.
+"""A hub on this machine: the part of the Hugging Face hub's HTTP protocol that real clients use to read repositories.
 
     /api/models/ID/revision/REV          the commit of a branch or of a commit id
     /api/models/ID/tree/COMMIT           the files of a commit, ten a page, the next page named in a `Link` header
@@ -84,8 +84,8 @@ class Hub:
         """Make `files` the head of `name`, `models/ORG/NAME` or `datasets/ORG/NAME`."""
         content = {path: data.encode() if isinstance(data, str) else data for path, data in files.items()}
         repository = self.repositories.setdefault(name, Repository())
-        told = [name, len(repository.commits), sorted((path, _blob(data)) for path, data in content.items())]
-        commit = hashlib.sha1(json.dumps(told).encode()).hexdigest()
+        identity = [name, len(repository.commits), sorted((path, _blob(data)) for path, data in content.items())]
+        commit = hashlib.sha1(json.dumps(identity).encode()).hexdigest()
         repository.commits[commit] = content
         repository.head = commit
         return commit
@@ -178,8 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         parts = urlsplit(self.path)
         path = unquote(parts.path)
-        told = (self.headers.get("Authorization"), self.headers.get("Range"))
-        self.hub.requests.append(Request(self.command, path, *told))
+        headers = (self.headers.get("Authorization"), self.headers.get("Range"))
+        self.hub.requests.append(Request(self.command, path, *headers))
         self.fault = self._fault(path)
         try:
             if self.fault is not None and self.fault.status:

@@ -141,7 +141,7 @@ def test_partial_cache_of_another_program_is_completed(
 def test_name_of_a_local_file_is_not_its_hash(
     resident: Resident, inputs: Path, recipe: Callable[..., Path], tmp_path: Path
 ):
-    """A symlink to a file whose name looks like a hash, but is that of something else."""
+    """The name of a symlink's target looks like a hash, but is not the hash of the file."""
     shutil.copytree(inputs / "base", tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.replace(tmp_path / ("0" * 64))
@@ -157,8 +157,8 @@ def test_broken_download_is_resumed(hub: Hub, resident: Resident, inputs: Path, 
     hub.faults[:] = [Fault("/blobs/", times=1, cut=1000)]
     answer = resident.ask("run", recipe("org/cut", SOURCE), select="base_model")
     assert answer["found"]["succeeded"], answer
-    told = [event for event in answer["heard"] if event["event"] == "progress"]
-    assert told and all(event["asset"] == "base_model" and event["unit"] == "MB" for event in told)
+    progress = [event for event in answer["events"] if event["event"] == "progress"]
+    assert progress and all(event["asset"] == "base_model" and event["unit"] == "MB" for event in progress)
     assert len(hub.asked("/blobs/")) == 2, "the client keeps whole chunks of 10 MB, and this file has one"
 
 

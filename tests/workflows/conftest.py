@@ -56,11 +56,11 @@ def first_run(small_recipe: Path, common_folder: Path) -> tuple[Home, dict[str, 
 
     It takes a minute, so all test processes share it, and no test changes it.
     """
-    home, said = Home(common_folder / "home"), common_folder / "report.json"
+    home, report = Home(common_folder / "home"), common_folder / "report.json"
     with FileLock(common_folder / "home.lock"):
-        if not said.exists():
-            said.write_text(json.dumps(home.run(str(small_recipe))))
-    return home, json.loads(said.read_text())
+        if not report.exists():
+            report.write_text(json.dumps(home.run(str(small_recipe))))
+    return home, json.loads(report.read_text())
 
 
 @pytest.fixture(scope="session")
@@ -68,10 +68,10 @@ def materialized(
     first_run: tuple[Home, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Home, dict[str, Any]]:
     """Return a copy of that home for the tests of this process, which share their results in it."""
-    home, said = first_run
+    home, report = first_run
     copy = tmp_path_factory.mktemp("materialized") / "home"
     subprocess.run(["cp", "--archive", home.path, copy], check=True)  # shutil would not keep its hard links
-    return Home(copy), said
+    return Home(copy), report
 
 
 @pytest.fixture

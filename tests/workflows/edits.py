@@ -87,7 +87,7 @@ def code_version(asset: str, version: str = "another") -> Edit:
 
 
 def another_scoring(sandbox: Sandbox) -> None:
-    """Change the version of scoring, as a release does whose forward pass gives other figures, wherever it was imported."""
+    """Change the version of scoring wherever it was imported, as a release with another forward pass does."""
     for module in (logprob_cache, assets.pipeline.graph):
         sandbox.patch.setattr(module, "SCORING_VERSION", "another")
 
@@ -367,4 +367,4 @@ def rewrite_recipe(sandbox: Sandbox) -> None:
     path = sandbox.folder / "defs.yaml"
     recipe = yaml.safe_load(path.read_text())
     recipe["attributes"] = dict(reversed(recipe["attributes"].items()))
-    path.write_text("# the same in other words\n" + yaml.safe_dump(recipe, default_flow_style=True))
+    path.write_text("# rewritten\n" + yaml.safe_dump(recipe, default_flow_style=True))

@@ -115,13 +115,13 @@ def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
 
 
 def check_error(message: object, code: str, *values: object) -> None:
-    """Check that an error's message ends with its code and holds `values`, whatever its wording is."""
+    """Check that an error's message ends with its code and holds `values`; its wording may change."""
     assert str(message).strip().endswith(f"[{code}]"), message
     check_values(message, *values)
 
 
 def check_values(message: object, *values: object) -> None:
-    """Check that a message holds `values`, whatever its wording is."""
+    """Check that a message holds `values`; its wording may change."""
     assert [value for value in map(str, values) if value not in str(message)] == [], message
 
 

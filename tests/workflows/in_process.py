@@ -1,4 +1,4 @@
-"""A home in which jobs and packaging run in this process, not in processes of their own.
+"""A home in which jobs and packaging run in this process instead of their own.
 
 A job spends seconds on starting processes, nearly all of them on imports, and a table of eighty edits has a thousand jobs.
 So the launcher here calls the function of a job's process, with one rank, and packaging calls the function of its process.

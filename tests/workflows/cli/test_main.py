@@ -16,7 +16,7 @@ import sqlalchemy
 from click.testing import CliRunner
 from sqlalchemy.exc import OperationalError
 
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, check_error, check_values, write_recipe
 from workflows.cli.main import main
 from workflows.cli.output import explained, reporting
 
@@ -29,19 +29,22 @@ def home(new_home):
 def test_an_unknown_recipe_names_the_known_ones(home):
     done = home.invoke("status", "nowhere")
     assert done.exit_code == 2
-    assert "'nowhere'" in done.stderr and "demo" in done.stderr
-
-
-@pytest.mark.parametrize(("words", "code"), [(["plan", "nowhere"], 2), (["rollback", "nobody"], 2)])
-def test_failure_with_json_is_json(home, words, code):
-    done = home.invoke(*words, "--json")
-    told = json.loads(done.stdout)
-    assert done.exit_code == code and told.keys() == {"error"}
-    assert words[1] in told["error"] and told["error"] in done.stderr
+    check_error(done.stderr, "unknown-recipe", "'nowhere'", "demo")
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("command", "name", "code"), [("plan", "nowhere", "unknown-recipe"), ("rollback", "nobody", "unknown-model")]
+)
+def test_failure_with_json_is_json(home, command, name, code):
+    done = home.invoke(command, name, "--json")
+    answer = json.loads(done.stdout)
+    assert done.exit_code == 2 and answer.keys() == {"error"}
+    check_error(answer["error"], code, name)
+    assert answer["error"] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
     [
         (["status", "demo", "--json", "--variant"], "--variant"),
         (["run", "--json", "demo", "--select", "polcy"], "polcy"),
@@ -51,12 +54,12 @@ def test_failure_with_json_is_json(home, words, code):
         (["--quiet", "status", "demo", "--json"], "--quiet"),
     ],
 )
-def test_usage_error_with_json_is_json(home, words, named):
-    done = home.invoke(*words)
-    told = json.loads(done.stdout)
-    assert done.exit_code == 2 and told.keys() == {"error"}
-    assert named in told["error"] and told["error"] in done.stderr
-    assert home.invoke(*(word for word in words if word != "--json")).stdout == ""
+def test_usage_error_with_json_is_json(home, arguments, named):
+    done = home.invoke(*arguments)
+    answer = json.loads(done.stdout)
+    assert done.exit_code == 2 and answer.keys() == {"error"}
+    assert named in answer["error"] and answer["error"] in done.stderr
+    assert home.invoke(*(argument for argument in arguments if argument != "--json")).stdout == ""
 
 
 CHECKED = """
@@ -106,10 +109,10 @@ def test_invalid_dagster_configuration_is_reported_with_its_file(tmp_path, text,
     settings.parent.mkdir(parents=True)
     settings.write_text(text)
     recipe = write_recipe(tmp_path / "sweep", {**ATTRIBUTES, "variants": {"seed": {"training": {"seed": 1}}}})
-    for words in (["status", recipe], ["run", recipe, "--variants"]):
-        done = home.invoke(*map(str, words), "--json")
-        told = json.loads(done.stdout)
-        runs = told.get("runs", [told])
+    for arguments in (["status", recipe], ["run", recipe, "--variants"]):
+        done = home.invoke(*map(str, arguments), "--json")
+        answer = json.loads(done.stdout)
+        runs = answer.get("runs", [answer])
         assert done.exit_code == 1 and all(str(settings) in run["error"] and mistake in run["error"] for run in runs)
     assert [(run["recipe"], run["succeeded"]) for run in runs] == [("sweep", False), ("sweep-seed", False)]
 
@@ -125,14 +128,14 @@ def test_error_of_a_storage_has_the_databases_message(tmp_path, monkeypatch, cap
 
     with pytest.raises(SystemExit, match="1"):
         command()
-    assert "error: a database refuses: connection refused Is the server running?; " in capsys.readouterr().err
+    assert " connection refused Is the server running?; " in capsys.readouterr().err
     cause = ValueError("ours")
     with pytest.raises(RuntimeError):
         command()
 
 
 def test_ctrl_c_during_imports_prints_nothing():
-    """The signal comes during the imports, which take seconds: one of the first libraries was just mapped."""
+    """Imports take seconds. The signal comes when one of the first libraries was just mapped."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pedigree", "status", "nowhere"],
         cwd=ROOT,
@@ -151,7 +154,7 @@ def test_on_another_system_the_message_names_the_supported_one(system):
     source = f"import sys, pedigree; sys.platform = {system!r}; sys.argv = ['pedigree', 'run', 'demo']; pedigree.main()"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: Pedigree runs on Linux") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and "Linux" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
@@ -180,8 +183,8 @@ def test_characters_missing_in_the_encoding_are_escaped():
     )
     command = [sys.executable, "-c", source, *encodings]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.splitlines()
-    for encoding, text, told in zip(encodings, lines[::2], lines[1::2], strict=True):
-        assert json.loads(told.decode(encoding)) == {"a": "é漢😀"}
+    for encoding, text, answer in zip(encodings, lines[::2], lines[1::2], strict=True):
+        assert json.loads(answer.decode(encoding)) == {"a": "é漢😀"}
         assert text == "é漢".encode(encoding, "backslashreplace")
 
 
@@ -203,9 +206,9 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
         assert field in message and f"defs.yaml:{number}" in message
 
 
-@pytest.mark.parametrize("words", [["status", "--help"], ["run", "nowhere"], ["plan"]])
-def test_help_and_usage_errors_create_no_home(tmp_path, words):
-    Home(tmp_path / "home").invoke(*words)
+@pytest.mark.parametrize("arguments", [["status", "--help"], ["run", "nowhere"], ["plan"]])
+def test_help_and_usage_errors_create_no_home(tmp_path, arguments):
+    Home(tmp_path / "home").invoke(*arguments)
     assert not (tmp_path / "home").exists()
 
 
@@ -213,7 +216,7 @@ def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     (tmp_path / "home").write_text("a file where a folder should be")
     done = Home(tmp_path / "home").invoke("status", "demo")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert f"{tmp_path / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
+    check_error(done.stderr, "unusable-home", tmp_path / "home", "PEDIGREE_HOME")
 
 
 def test_undecodable_path_is_refused_with_its_bytes(home, tmp_path):
@@ -225,8 +228,8 @@ def test_undecodable_path_is_refused_with_its_bytes(home, tmp_path):
     for used, folder, place in ((home, latin, tmp_path), (Home(latin), recipe, tmp_path), (home, recipe, recipe)):
         done = used.invoke("plan", str(folder), "--json")
         assert done.exit_code == 2
-        told = json.loads(done.stdout)["error"]
-        assert re.search(rf"{place}/w\\xe4chentlich(\.jsonl)? has bytes that are not utf-8; rename it", told)
+        message = json.loads(done.stdout)["error"]
+        assert re.search(rf"{place}/w\\xe4chentlich(\.jsonl)? .*utf-8.*\[undecodable-path\]", message), message
 
 
 @pytest.mark.parametrize("name", ["what?", "h%203"])
@@ -236,23 +239,22 @@ def test_home_with_unsupported_characters_is_refused_before_anything_is_created(
     for each in ("PEDIGREE_HOME", "DAGSTER_HOME"):
         monkeypatch.setenv(each, str(tmp_path / name if each == variable else other))
     done = CliRunner().invoke(main, ["gc", "--json"])
-    assert done.exit_code == 2 and json.loads(done.stdout)["error"].startswith(
-        f"{variable} is {tmp_path / name}; a `?`"
-    )
+    assert done.exit_code == 2
+    check_error(json.loads(done.stdout)["error"], "unsupported-path", f"{variable} is {tmp_path / name}", "`?`")
     assert list(tmp_path.iterdir()) == [other] and list(other.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", ["unable to open database file", "file is not a database"])
-def test_invalid_database_is_reported_without_a_traceback(tmp_path, words):
+@pytest.mark.parametrize("cause", ["unable to open database file", "file is not a database"])
+def test_invalid_database_is_reported_without_a_traceback(tmp_path, cause):
     database = tmp_path / "dagster" / "history" / "runs.db"
-    if words.startswith("unable"):
+    if cause.startswith("unable"):
         database.mkdir(parents=True)
     else:
         database.parent.mkdir(parents=True)
         database.write_bytes(b"no database" * 1000)
     done = Home(tmp_path).invoke("gc")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert f"a database refuses: {words}; PEDIGREE_HOME is" in done.stderr
+    check_values(done.stderr, cause, "PEDIGREE_HOME", tmp_path)
 
 
 def test_file_of_another_user_is_reported_with_path_and_remedy(tmp_path, monkeypatch):
@@ -266,8 +268,9 @@ def test_file_of_another_user_is_reported_with_path_and_remedy(tmp_path, monkeyp
     monkeypatch.setattr(os, "access", lambda path, _: path != files[1])
     refusal = OperationalError(None, None, sqlite3.OperationalError("attempt to write a readonly database"))
     for error in (refusal, PermissionError(errno.EACCES, "Permission denied", str(files[1]))):
-        told = explained(error)
-        assert str(files[1]) in told and "umask 002" in told and "the same command" not in told
+        message = explained(error)
+        check_values(message, files[1], "umask 002")
+        assert "the same command" not in message
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])
@@ -280,8 +283,8 @@ def test_missing_data_fails_with_the_path(home, tmp_path):
     folder = write_recipe(tmp_path / "no-data", ATTRIBUTES)
     done = home.invoke("run", str(folder), "--select", "raw_preferences")
     assert done.exit_code == 1
-    said = done.stdout.replace("\n", "")
-    assert str(folder / "preferences.jsonl") in said and "training.contract" not in said
+    output = done.stdout.replace("\n", "")
+    assert str(folder / "preferences.jsonl") in output and "training.contract" not in output
 
 
 def test_closed_pipe_prints_no_error(home):

@@ -60,9 +60,9 @@ def test_one_cause_of_two_failures_is_printed_once_and_last_with_an_unwrapped_pa
 
 
 def test_a_run_ends_with_what_the_gate_decided():
-    told = "held-out loss 0.51 against 0.62"
-    assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {told}"
-    assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {told}"
+    reasons = "held-out loss 0.51 against 0.62"
+    assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {reasons}"
+    assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {reasons}"
 
 
 def test_address_of_the_charts_is_unwrapped():
@@ -137,26 +137,26 @@ def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
 
 def test_progress_in_a_terminal_is_one_line():
     console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
-    told: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"event": "phase", "phase": "training"},
         {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
         {"event": "step", "step": 3, "loss": 0.5},
     ]
     with ProgressBars(console) as progress:
-        for event in told:
+        for event in events:
             progress.on_event({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
-    assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
+    assert all(text in last for text in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
 def test_new_phase_has_no_known_end():
     console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
-    told: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"event": "progress", "done": 10, "total": 10, "unit": "steps", "seconds_left": 0.0},
         {"event": "phase", "phase": "saving"},
     ]
     with ProgressBars(console) as progress:
-        for event in told:
+        for event in events:
             progress.on_event({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
     assert "0/?" in last and "saving" in last and "steps" not in last
@@ -170,20 +170,20 @@ def test_narrow_terminal_shortens_text_before_figures():
         for event in ({"event": "phase", "phase": "hashing /models/" + "long/" * 20}, figures):
             progress.on_event({**event, "asset": "reference_logprobs", "time": 1.0})
     last = written.getvalue().rpartition("reference_logprobs ")[2]
-    assert all(words in last for words in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
+    assert all(text in last for text in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
     assert "long/" not in last
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_control_sequences_in_text_are_escaped(is_terminal):
     """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""
-    told = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
+    text = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
     console = SanitizedConsole(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
-    console.print(told, markup=False)
-    console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
-    console.print(Table(told, title=told))
+    console.print(text, markup=False)
+    console.print(Text.assemble(("error: ", "bold"), text), soft_wrap=True)
+    console.print(Table(text, title=text))
     with ProgressBars(console) as progress:
-        progress.on_event({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
+        progress.on_event({"event": "phase", "phase": text, "asset": "policy", "time": 1.0})
     shown = re.sub(r"\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])|\r", "", written.getvalue())  # styles and bars of rich
     assert "name" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 

@@ -43,7 +43,7 @@ def test_the_difference_of_each_to_the_first_with_its_standard_error():
 
 
 def test_pairs_of_one_prompt_count_together():
-    """Each prompt's two pairs differ by the same amount: the standard error is that of ten pairs, not of twenty."""
+    """Each prompt's two pairs differ by the same amount: the standard error counts ten pairs, not twenty."""
     prompts = {f"pair-{index}": f"prompt-{index % 10}" for index in range(20)}
     first = replace(FIRST, values=values([0.0] * 20), prompts=prompts)
     second = replace(SECOND, values=values([0.0, 1.0] * 10), prompts=prompts)

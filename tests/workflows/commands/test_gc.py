@@ -104,7 +104,7 @@ def test_gc_keeps_targets_of_links(checkout, tmp_path):
 
 
 def test_gc_with_corrupt_records_removes_nothing(checkout):
-    """Their manifests have the same facts. Without that, an artifact's inputs are unknown, and so is what is unreferenced."""
+    """Their manifests have the same facts. Without a manifest too, an artifact's inputs are unknown and may be needed."""
     for path in checkout.home.glob("store/keys/*/*.json"):
         flip(path)
     assert {item.kind for item in collect(checkout.services, checkout.instance).garbage} == {"job"}
@@ -116,7 +116,7 @@ def test_gc_with_corrupt_records_removes_nothing(checkout):
 
 
 def test_gc_with_a_corrupt_later_derivation_removes_nothing(checkout):
-    """The manifest records the first derivation, which may have had other inputs."""
+    """The manifest records only the first derivation. Its inputs may be others."""
     key, ways = checkout.pipeline.key("training_spec"), [publish(checkout, text) for text in ("old", "new")]
     assert ways[0].folder == ways[1].folder
     recorded = latest(checkout.instance, key).tags
@@ -303,7 +303,7 @@ def test_gc_keeps_the_folder_of_an_unreadable_job_for_a_day(checkout):
 
 
 def test_gc_keeps_artifacts_made_by_a_running_run(checkout):
-    """Artifacts of a run whose process is dead may be removed, although the run counts as started until it is closed."""
+    """Artifacts of a run with a dead process may be removed, although the run still counts as started."""
     tags = {PROCESS_TAG: f"killed elsewhere 1 {checkout.home / 'processes' / 'gone.lock'}"}
     checkout.instance.add_run(dg.DagsterRun("small", "killed", status=dg.DagsterRunStatus.STARTED, tags=tags))
     orphan = publish(checkout, "before")

@@ -25,7 +25,7 @@ def planned(checkout):
 
 
 def test_untouched_nothing_is_computed(checkout):
-    """The plan remakes a missing pointer to the base model, by which it knows the reference."""
+    """The plan remakes a missing pointer to the base model: the pointer names the reference."""
     shutil.rmtree(checkout.services.store.root / "keys" / "reference_model")
     assets, summary = planned(checkout)
     assert {asset.action for asset in assets.values()} == {"reuse"}
@@ -79,7 +79,7 @@ def test_another_beta_trains_and_scores_nothing(checkout):
 
 
 def test_plan_shows_saved_steps_of_an_interrupted_run(checkout):
-    """The files are those of a checkpoint. An incomplete one does not count, and one of other data does not either."""
+    """Checkpoints that are incomplete, or belong to other data, do not count."""
     edit(checkout, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
     key = short(expect_state(checkout.pipeline, checkout.services)["policy"].derivation.key)
     for of, name in (

@@ -253,7 +253,7 @@ def test_run_database_is_group_writable_from_its_creation(services, instance):
 
 
 def test_reexecuted_run_is_not_that_of_the_first_process(services, instance):
-    """Dagster copies the tags of the first run, whose process is dead. The new run is at work before it has its own tag."""
+    """Dagster copies the tags of the first run, with its dead process. The new run is at work before it has its own tag."""
     seen, dead = [], {PROCESS_TAG: f"{uuid.uuid4()} elsewhere 1 {services.home / 'processes' / 'gone.lock'}"}
 
     @dg.asset

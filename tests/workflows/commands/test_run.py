@@ -93,8 +93,8 @@ def test_the_champion_loads_and_answers(materialized, monkeypatch):
 def test_the_weights_lie_on_the_disk_once(materialized):
     home, report = materialized
     [policy] = [asset for asset in report["assets"] if asset["asset"] == "policy"]
-    ours = home.path / "store" / "policy" / policy["fingerprint"] / "model.safetensors"
-    released = [p for p in Path(home.path, "mlflow", "artifacts").rglob("model.safetensors") if p.samefile(ours)]
+    weights = home.path / "store" / "policy" / policy["fingerprint"] / "model.safetensors"
+    released = [p for p in Path(home.path, "mlflow", "artifacts").rglob("model.safetensors") if p.samefile(weights)]
     assert len(released) == 1
 
 

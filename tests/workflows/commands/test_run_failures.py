@@ -82,7 +82,7 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
 
 
 def test_release_reports_why_the_mlflow_run_is_incomplete(folder, services):
-    """It fails at once: files without a folder are no sign of a restarting server."""
+    """It fails at once: a missing folder does not mean that a server restarts."""
     (services.home / "artifacts").write_text("no folder")
     events: list[dict[str, Any]] = []
     [(asset, error)] = failures_of(run(folder, replace(services, listener=events.append), None, 0.3)).items()
@@ -223,7 +223,7 @@ def test_resumed_job_does_not_print_events_of_earlier_attempts(folder, services,
 
 
 def test_report_has_our_message_instead_of_the_librarys(folder, services, monkeypatch):
-    """The hub's own error is the cause of ours, which names the field and the remedy."""
+    """Our error, with the field and the remedy, replaces the hub's."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     [(asset, error)] = failures_of(run(folder, services, "base_model", model="nobody/nothing")).items()
     assert asset == "base_model"
@@ -286,7 +286,7 @@ class Overtaken(Registry):
 
 
 def test_candidate_is_compared_with_the_champion_at_promotion(folder, services):
-    """Champions of another home or program have no evaluation here, or none at all: the message names the remedy.
+    """The evaluations of champions of other homes or programs are missing here: the message names the remedy.
 
     By hand: without one the candidate is promoted, but for another that came meanwhile and has the same losses.
     """
@@ -377,16 +377,16 @@ class Outage:
         return self.questions > 1
 
     def tracker(self) -> Tracker:
-        there, gone, outage = self.services.tracker, Tracker("http://127.0.0.1:9", None), self
+        restored, dead, outage = self.services.tracker, Tracker("http://127.0.0.1:9", None), self
 
         class Away(Tracker):
             @contextmanager
             def run(self, **about: Any) -> Iterator[TrackedRun]:
-                with (there if outage.is_over else gone).run(**about) as run:
+                with (restored if outage.is_over else dead).run(**about) as run:
                     yield run
 
             def log_evaluation(self, *arguments: Any) -> bool:
-                return (there if outage.is_over else gone).log_evaluation(*arguments)
+                return (restored if outage.is_over else dead).log_evaluation(*arguments)
 
         return Away("http://127.0.0.1:9", None)
 

@@ -153,7 +153,7 @@ def test_interrupted_check_ends_a_sweep(beside, run):
 
 @pytest.mark.parametrize(("severity", "succeeded"), [("WARN", True), ("ERROR", False)])
 def test_warning_is_reported_beside_an_error(beside, run, severity, succeeded):
-    """A blocking check whose result has the severity of a warning stops nothing in Dagster. One has no description."""
+    """In Dagster a blocking check stops nothing if its result has the severity of a warning. One lacks a description."""
     short = SOURCE.replace("passed=False", f"passed=False, severity=dg.AssetCheckSeverity.{severity}")
     silent = SHORT.format(asset="preference_source", blocking=False, passed=False).replace("def short", "def silent")
     (beside / "quality.py").write_text(short + silent.replace(f', description="{DESCRIPTION}"', ""))

@@ -350,7 +350,7 @@ def test_a_run_that_fails_is_not_started_for_ever(conditions):
 
 
 def test_change_during_a_run_is_requested_once_afterwards(conditions):
-    """New data, rows, tokens and log-probs during a training, whose policy belongs to the previous data."""
+    """New data, rows, tokens and log-probs during a training. Its policy belongs to the previous data."""
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
     conditions.materialize(2, *ABOVE_POLICY)
@@ -394,7 +394,7 @@ def test_beta_warnings_of_dagster_are_hidden(tmp_path):
 
 
 def test_sensor_without_on_change_requests_nothing(tmp_path):
-    """A sensor that only observes cannot request a run: it has no job."""
+    """A sensor without a job only observes."""
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"on_change": False}})
     definitions = definitions_of(folder)
     [sensor] = definitions.sensors

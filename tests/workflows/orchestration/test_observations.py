@@ -54,8 +54,8 @@ def watched(request, tmp_path, monkeypatch, small_recipe):
         yield watched
 
 
-def stale(*words):
-    return ("stale", verbatim(words).value)
+def stale(*causes):
+    return ("stale", verbatim(causes).value)
 
 
 FRESH = ("fresh", "none")

@@ -198,7 +198,7 @@ def test_keys_of_a_minimal_recipe_are_unchanged():
 
 
 def test_key_of_a_tuned_model_is_unchanged():
-    """The key is that of stores filled before, with the fields of `sft` at their defaults."""
+    """With the fields of `sft` at their defaults, older stores have this key."""
     found = []
     for written in ("{}", "{router_aux_loss_coef: 0}", "{router_aux_loss_coef: 0.01}"):
         text = MINIMAL.replace("model: ./b", f"model: ./b, sft: {written}")

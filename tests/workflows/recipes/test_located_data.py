@@ -59,9 +59,9 @@ def test_files_in_another_order_are_other_data(tmp_path, paths):
     sources = {"data": {"sources": [{"path": path} for path in paths]}}
     pipeline = load_recipe(write_recipe(tmp_path / "small", {**ATTRIBUTES, **sources})).pipeline
     found = []
-    for words in (("one", "two"), ("two", "one")):
+    for order in (("one", "two"), ("two", "one")):
         (rows := tmp_path / "small" / "rows").mkdir(exist_ok=True)
-        for number, word in enumerate(words, 1):
+        for number, word in enumerate(order, 1):
             (rows / f"{number}.jsonl").write_text(f'{{"word": "{word}"}}\n')
         found.append(find_data(pipeline).fingerprint)
     assert found[0] != found[1]

@@ -42,7 +42,7 @@ def test_trl_name_without_a_field_is_in_the_table(name):
 
 
 def test_trl_choice_leads_to_ours():
-    ours = {*LossType, *get_args(Dtype)}
+    choices = {*LossType, *get_args(Dtype)}
     for section, field in ((Divergence, "type"), (Tokenization, "over_length")):
-        ours |= {*get_args(section.model_fields[field].annotation)}
-    assert set(CHOICES.values()) <= ours and not CHOICES.keys() & ours
+        choices |= {*get_args(section.model_fields[field].annotation)}
+    assert set(CHOICES.values()) <= choices and not CHOICES.keys() & choices

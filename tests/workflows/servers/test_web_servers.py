@@ -238,7 +238,7 @@ def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_ru
 
 
 def test_pages_over_a_database_have_the_printed_addresses(tmp_path, monkeypatch):
-    """There is no note beside a database server. Dagster and its runs get the address, and no command shows the password."""
+    """A database server has its address in no note. Dagster and its runs get the address, and no command shows the password."""
     monkeypatch.delenv("PEDIGREE_MLFLOW_UI", raising=False)
     started = []
 

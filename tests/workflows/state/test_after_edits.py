@@ -68,7 +68,7 @@ def run(baseline: Baseline, sandbox: Sandbox, asset: str | None = None) -> Loade
 
 
 def test_version_tags_after_an_edit_are_the_current_lineage(baseline: Baseline, sandbox: Sandbox):
-    """The rewritten file has the same rows, so the same artifact, whose manifest names the file before the edit.
+    """The rewritten file has the same rows, so the same artifact. Its manifest names the file before the edit.
 
     The edited template gives the same tokens, so the same policy gets another version. That version misses a new floor.
     """
@@ -158,7 +158,7 @@ def run_with_another(baseline: Baseline, sandbox: Sandbox, meanwhile: str) -> di
 def test_picture_of_a_reused_artifact_is_drawn_once(
     baseline: Baseline, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ):
-    """The picture of a reused artifact is that of its latest materialization."""
+    """A reused artifact keeps the picture of its latest materialization."""
     drawn: list[Figure] = []
     save = Figure.savefig
 
@@ -279,7 +279,7 @@ def test_inspect_of_a_dropped_row_is_refused(baseline: Baseline, sandbox: Sandbo
 
 
 def test_inspect_of_an_unevaluated_policy_shows_no_earlier_log_prob(baseline: Baseline, sandbox: Sandbox):
-    """Scoring on demand uses the new weights, which give other log-probs than the evaluation has."""
+    """Scoring on demand uses the new weights, so its log-probs differ from the evaluation."""
     pipeline = load_recipe(sandbox.folder).pipeline
     before = inspect_row(pipeline, baseline.services, baseline.instance, HELD_OUT).chosen.policy_logprob
     field("training.optimizer.learning_rate", 0.02)(sandbox)
@@ -556,7 +556,7 @@ def test_run_with_another_recipes_policy_shows_its_own_recipe(baseline: Baseline
 
 
 def test_repeated_run_has_no_metrics_of_other_held_out_pairs(baseline: Baseline, sandbox: Sandbox):
-    """Training on the same pairs led to the same weights, which keep the metrics of the first training's held-out pairs."""
+    """Training on the same pairs gives the same weights. They keep the metrics of the first training's held-out pairs."""
     data_lines(edits.reword(HELD_OUT))(sandbox)
     report = materialize(load_recipe(sandbox.folder), baseline.services, baseline.instance)
     client = MlflowClient(baseline.services.registry.tracking_uri)

@@ -1,7 +1,7 @@
-"""The truth table of reuse: what each of a hundred and ten edits recomputes and what it reuses.
+"""The truth table of reuse: the recomputed and the reused assets after each of a hundred and ten edits.
 
-The table at the end of this file was written by hand, from the meaning of each edit. If the code differed, we judged which of
-the two is right; the lines with `n`, another scoring and a reworded held-out answer follow the code. Each line has an edit and
+The table at the end of this file was written by hand, from the meaning of each edit. If the code differed, we judged
+which is right; the lines with `n`, another scoring and a reworded held-out answer follow the code. Each line has an edit and
 a letter for every asset, in the order of the graph. The letter gives the status before the run and the outcome of the run:
 
     .  fresh, and reused

@@ -47,20 +47,20 @@ def sandbox(baseline: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def run(baseline: Baseline, sandbox: Sandbox) -> tuple[dict[str, tuple[str, bool]], str]:
     """Run the recipe. Return the outcome of each asset and whether its artifact is another one, and all notes of the jobs."""
-    heard: list[Event] = []
-    services: Services = replace(baseline.services, listener=heard.append)
+    events: list[Event] = []
+    services: Services = replace(baseline.services, listener=events.append)
     report = materialize(load_recipe(sandbox.folder), services, baseline.instance)
     assert report.succeeded, report
     before = baseline.fingerprints["plain"]
     outcomes = {asset.asset: (str(asset.outcome), asset.fingerprint != before[asset.asset]) for asset in report.assets}
-    return outcomes, "\n".join(event["text"] for event in heard if event["event"] == "note")
+    return outcomes, "\n".join(event["text"] for event in events if event["event"] == "note")
 
 
 def other_ids(sandbox: Sandbox, word: str) -> None:
     """Give a tokenizer of a new release: the last token of `word` has another id."""
-    words = PreTrainedTokenizerFast.from_pretrained(sandbox.base)
-    old = words(word, add_special_tokens=False)["input_ids"][-1]
-    new, call = words.convert_tokens_to_ids("Q"), PreTrainedTokenizerFast.__call__
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(sandbox.base)
+    old = tokenizer(word, add_special_tokens=False)["input_ids"][-1]
+    new, call = tokenizer.convert_tokens_to_ids("Q"), PreTrainedTokenizerFast.__call__
 
     def changed(self: PreTrainedTokenizerFast, *args: Any, **kwargs: Any) -> Any:
         encoded = call(self, *args, **kwargs)

@@ -119,7 +119,7 @@ def test_a_floor_of_one_source_decides_over_all_the_others(baseline: Baseline):
 def test_gate_counts_pairs_of_one_prompt_as_one(baseline: Baseline):
     """Each prompt has two pairs. They are adjacent in the champion's data, and far apart in the candidate's.
 
-    The standard error is then that of the prompts' means, which are independent: s / sqrt(prompts).
+    The means of the prompts are independent, so the standard error is s / sqrt(prompts).
     """
     file = baseline.folders["plain"] / "preferences.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -151,7 +151,7 @@ def remove_files(baseline: Baseline) -> dict[str, Path]:
 
 
 def test_missing_files_of_versions_are_reported_and_restored(baseline: Baseline):
-    """Those of the version of the run, and of the champion. Oracle: the store's weights, which are hard links to them."""
+    """The versions of the run and of the champion. Oracle: their weights are hard links to the store's."""
     worse = {"optimizer": {"learning_rate": 1e-9}}
     assert run(baseline, training=worse).is_champion is False
     released_policy = max(baseline.services.registry.versions(), key=lambda version: version.number).weights
