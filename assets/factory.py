@@ -9,12 +9,12 @@ from assets.bodies import data, evaluation, policy, reference, release, sources,
 from assets.bodies.automation import ON_CONTENT
 from assets.bodies.checks import check_specs
 from assets.execution.asset_context import AssetContext
-from assets.execution.interruption import ending_in_words
+from assets.execution.interruption import explain_interruption
 from assets.execution.job_log import with_log
-from assets.execution.run_liveness import sign
+from assets.execution.run_liveness import tag_run_with_process
 from assets.execution.stopped_runs import note_code_versions
 from assets.inputs.name_claims import claim_name
-from assets.inputs.recipe_location import written_where_named
+from assets.inputs.recipe_location import add_recipe_location
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services, emitting
 from training.contract.identity.file_hashing import report_hashing_to
@@ -58,13 +58,13 @@ def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         pool=node.pool,
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        sign(context.instance, context.run, services.home)
+        tag_run_with_process(context.instance, context.run, services.home)
         note_code_versions(context)
         claim_name(services.home, pipeline)
         asset_context = AssetContext(pipeline, services, context)
         started = time.monotonic()
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
-        with ending_in_words(asset_context), report_hashing_to(hashing), written_where_named(pipeline):
+        with explain_interruption(asset_context), report_hashing_to(hashing), add_recipe_location(pipeline):
             result = _BODIES[asset](asset_context)
         return dg.MaterializeResult(
             metadata={**(result.metadata or {}), "seconds": round(time.monotonic() - started, 3)},

@@ -23,6 +23,12 @@ def test_message_ends_with_code_of_class_or_of_error() -> None:
     assert DataError("no rows in a.csv", "no-rows").code == "no-rows"
 
 
+def test_code_after_several_lines_has_its_own_line() -> None:
+    error = DataError("write this:\nnodes:\n- run: []", "no-nodes")
+    assert str(error) == "write this:\nnodes:\n- run: []\n[no-nodes]" and code_of(str(error)) == "no-nodes"
+    assert without_code(str(error)) == "write this:\nnodes:\n- run: []"
+
+
 def test_repeated_message_keeps_its_code() -> None:
     repeated = StoreError(f"job failed: {DataError('no rows', 'no-rows')}")
     assert str(repeated) == "job failed: no rows [no-rows]" and repeated.code == "no-rows"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from assets.bodies.candidate import Candidate
-from assets.comparison.champion import compared
-from assets.comparison.paired_metrics import measured, rows_by_pair
+from assets.comparison.champion import score_against_champion
+from assets.comparison.paired_metrics import measure_pairs, rows_by_pair
 from model_registry.gate import Decision, Measure, PairedScores, decide
 from model_registry.model_version import Version
 
@@ -24,10 +24,10 @@ def decide_release(candidate: Candidate, version: Version, champion: Version | N
     evaluation = candidate.artifacts["evaluation"]
     metrics, gate = evaluation.details["metrics"], candidate.context.pipeline.recipe.release.gate
     if champion is None:
-        losses = measured(Measure.LOSS, rows_by_pair(evaluation), {})
+        losses = measure_pairs(Measure.LOSS, rows_by_pair(evaluation), {})
         decision = decide(PairedScores(Measure.LOSS, losses), metrics, gate)
     else:
-        pairs = compared(candidate.context, evaluation, candidate.lineage["raw_preferences"], champion)
+        pairs = score_against_champion(candidate.context, evaluation, candidate.lineage["raw_preferences"], champion)
         decision = decide(pairs, metrics, gate)
         if version.weights == champion.weights and not decision.promote:
             decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from assets.comparison.leakage import find_leakage
-from assets.comparison.paired_metrics import Row, common_measure, measured, prompts, rows_by_messages, rows_by_pair
+from assets.comparison.paired_metrics import Row, common_measure, measure_pairs, prompts, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import log_message
 from model_registry.gate import MIN_PROMPTS, Measure, PairedScores, count_prompts
@@ -13,7 +13,9 @@ from training.contract.errors import CorruptArtifact, RegistryError, RegistryUna
 from training.contract.store.store import Artifact
 
 
-def compared(context: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version) -> PairedScores:
+def score_against_champion(
+    context: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version
+) -> PairedScores:
     """Return the paired scores of a candidate's `evaluation`, made from `raw_preferences`, and the champion's evaluation.
 
     Usually pairs are matched by tokens. If too few have equal tokens, for example after a change of template, pairs are matched
@@ -59,7 +61,10 @@ def _pair_scores(
 def _score_rows(
     measure: Measure, rows: Mapping[str, Row], champion_rows: Mapping[str, Row], raw_preferences: Artifact
 ) -> PairedScores:
-    candidate, champion = measured(measure, rows, champion_rows), measured(measure, champion_rows, champion_rows)
+    candidate, champion = (
+        measure_pairs(measure, rows, champion_rows),
+        measure_pairs(measure, champion_rows, champion_rows),
+    )
     return PairedScores(measure, candidate, champion, prompts(rows, raw_preferences))
 
 

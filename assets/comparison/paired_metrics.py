@@ -112,7 +112,7 @@ def common_measure(evaluation: Artifact, champion: Artifact) -> Measure:
     return Measure.ERROR_RATE if is_same else Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
 
 
-def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
+def measure_pairs(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
     """Return the compared value of each of `rows`; lower is better. `champion`: the champion's rows, by the same names."""
     match measure:
         case Measure.LOSS:

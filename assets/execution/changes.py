@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from assets.execution.asset_context import AssetContext
 from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
-from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, in_words
+from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.pipeline.graph import GRAPH
 from training.contract.errors import CorruptRecord, PedigreeError
@@ -29,7 +29,7 @@ def input_changes(context: AssetContext) -> list[str] | None:
     """
     if context.history.latest(context.asset).fingerprint is None:
         return None
-    return in_words(context.asset, _causes(context))
+    return cause_texts(context.asset, _causes(context))
 
 
 def _causes(context: AssetContext) -> Iterator[Cause]:

@@ -55,7 +55,7 @@ def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def ending_in_words(context: AssetContext) -> Iterator[None]:
+def explain_interruption(context: AssetContext) -> Iterator[None]:
     """Make an interruption of `context` end its run with a message. An interrupted command cancels its run."""
     try:
         yield

@@ -30,7 +30,7 @@ BEGUN = [
 ]
 
 
-def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
+def tag_run_with_process(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
     """Tag `run` with this process, unless the command that started it did so.
 
     Fail orphaned runs first, as a command does before its run. Otherwise a run started by a schedule would wait for their slots

@@ -38,7 +38,7 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
 
 
 @contextmanager
-def written_where_named(pipeline: Pipeline) -> Iterator[None]:
+def add_recipe_location(pipeline: Pipeline) -> Iterator[None]:
     """If an error of the block begins with a field in backticks, prefix it with the location of the field.
 
     Fields later in the message may be part of the advice, not the cause.

@@ -74,6 +74,6 @@ class CauseFinder:
         return [*((name, text) for text in changes), *self.inherited(name, before, now)]
 
 
-def in_words(asset: str, causes: Iterable[Cause]) -> list[str]:
+def cause_texts(asset: str, causes: Iterable[Cause]) -> list[str]:
     """Return the text of each cause once. A cause from another asset begins with the name of that asset."""
     return [text if origin == asset else f"{origin}: {text}" for origin, text in dict.fromkeys(causes)]

@@ -25,7 +25,7 @@ codes. Programmers' mistakes are `assert`s.
 
 import re
 
-_CODE_AT_END = re.compile(r" \[([a-z0-9]+(?:-[a-z0-9]+)*)\]$")
+_CODE_AT_END = re.compile(r"[ \n]\[([a-z0-9]+(?:-[a-z0-9]+)*)\]$")
 
 
 def code_of(message: str) -> str | None:
@@ -51,7 +51,8 @@ class PedigreeError(Exception):
     def __init__(self, message: str, code: str | None = None) -> None:
         known = code_of(message)
         self.code = code or known or type(self).code
-        super().__init__(message if known == self.code else f"{message} [{self.code}]")
+        separator = "\n" if "\n" in message else " "  # the last lines may be an example to copy
+        super().__init__(message if known == self.code else f"{message}{separator}[{self.code}]")
 
 
 class UsageError(PedigreeError):

@@ -21,7 +21,7 @@ from assets.bodies.release import release_problem
 from assets.bodies.specs import release_work, tokenizer_work
 from assets.execution.materialize import JobSpec, find_intact, make, publish_resolved
 from assets.inputs.current import ROOTS, find_data, find_model, find_release, find_tokenizer, resolve_root
-from assets.inputs.recipe_location import written_where_named
+from assets.inputs.recipe_location import add_recipe_location
 from assets.lineage.diff import CORRUPT_RECORD
 from assets.lineage.history import History
 from assets.lineage.pair_diff import pair_changes
@@ -59,7 +59,7 @@ class PlannedAsset:
 
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """Return the work of a run for every asset, in the order of the graph. Raises the errors of the cheap part of a run."""
-    with written_where_named(pipeline):
+    with add_recipe_location(pipeline):
         cheap = _make_cheap(pipeline, services)
     expected = _repaired_state(pipeline, services)
     history = History(instance, pipeline, services.store)

@@ -13,7 +13,7 @@ import dagster as dg
 from sqlalchemy.exc import DatabaseError
 from yaml import YAMLError
 
-from assets.execution.run_liveness import sign
+from assets.execution.run_liveness import tag_run_with_process
 from assets.pipeline.pipeline import Listener, Services, ignore
 from model_registry.registry import Registry
 from model_registry.relocate import relocate_artifacts
@@ -145,6 +145,6 @@ def services(context: dg.InitResourceContext) -> Iterator[Services]:
     """
     home = pedigree_home()
     if context.instance is not None and context.run is not None:
-        sign(context.instance, context.run, home)
+        tag_run_with_process(context.instance, context.run, home)
     with pin_hub_revisions():
         yield build_services(home)

@@ -15,7 +15,7 @@ import dagster as dg
 
 from assets.bodies.release import release_problem
 from assets.inputs.current import ROOTS
-from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, in_words
+from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH
@@ -78,7 +78,7 @@ class _StatusResolver:
                 return self._released_status(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
         self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
-        return AssetStatus(asset, "stale", tuple(in_words(asset, self._causes[asset])), recorded.fingerprint)
+        return AssetStatus(asset, "stale", tuple(cause_texts(asset, self._causes[asset])), recorded.fingerprint)
 
     def _released_status(self, key: str) -> AssetStatus:
         """Return the state of an unchanged release: fresh if the registry has it, or does not answer within seconds."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from assets.comparison.champion import compared
+from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import common_measure, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
 from model_registry.gate import Measure
@@ -153,7 +153,7 @@ def test_compared_with_different_references_uses_the_champions(tmp_path: Path):
     champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 10 + [-4.0] * 10, [-3.0] * 10 + [-5.0] * 10))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
-    scores = compared(step, candidate, preferences.fingerprint, version)
+    scores = score_against_champion(step, candidate, preferences.fingerprint, version)
     assert scores.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
     names = [f"c{row}r{row}" for row in range(20)]
     assert [scores.candidate[name] for name in names] == [1.0] * 10 + [0.0] * 10
@@ -196,7 +196,9 @@ def test_compared_with_few_equal_tokens_pairs_by_messages(
     champion = evaluated(store, "sigmoid", "a", "d", rows=champion_rows)
     tags = {"evaluation": champion.fingerprint} | ({} if data_missing else {"raw_preferences": preferences.fingerprint})
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
-    scores = compared(step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags)))
+    scores = score_against_champion(
+        step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags))
+    )
     assert len(scores.shared) == compared_pairs
     assert scores.measure == (Measure.LOSS if equal_pairs == compared_pairs else Measure.ERROR_RATE)
 
@@ -211,7 +213,7 @@ def test_compared_with_a_loss_without_reference_ranks_over_the_reference(tmp_pat
     champion = evaluated(store, "sigmoid", "a", rows=scored([3.0] * 9 + [1.0], [2.0] * 10))
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
-    scores = compared(step, candidate, preferences.fingerprint, version)
+    scores = score_against_champion(step, candidate, preferences.fingerprint, version)
     assert scores.measure == Measure.ERROR_RATE
     assert (sum(scores.candidate.values()), sum(scores.champion.values())) == (10, 1)
 
@@ -226,4 +228,6 @@ def test_compared_with_an_unavailable_server_raises_registry_unavailable(
     evaluation = evaluated(store, "sigmoid", "a", rows=scored([-4.0], [-5.0]))
     tags = lineage_tags({"evaluation": "e" * 64})
     with pytest.raises(RegistryUnavailable):
-        compared(step, evaluation, "", Version("small", 1, "mlflow-artifacts:/1/run/artifacts/policy", tags))
+        score_against_champion(
+            step, evaluation, "", Version("small", 1, "mlflow-artifacts:/1/run/artifacts/policy", tags)
+        )

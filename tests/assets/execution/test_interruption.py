@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from assets.execution.asset_context import AssetContext
-from assets.execution.interruption import ending_in_words, naming_checkpoint, with_stack_traces
+from assets.execution.interruption import explain_interruption, naming_checkpoint, with_stack_traces
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.protocol.job import Job, checkpoints_of
 from workflows.orchestration.resources import build_services
@@ -23,7 +23,7 @@ def test_interrupted_run_ends_without_stack_traces(tmp_path: Path, is_command: b
 
     @dg.asset
     def interrupted(context: dg.AssetExecutionContext) -> None:
-        with ending_in_words(AssetContext(pipeline, services, context)):
+        with explain_interruption(AssetContext(pipeline, services, context)):
             signal.raise_signal(signal.SIGINT)
 
     with dg.DagsterInstance.ephemeral() as instance:

@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.execution.run_liveness import reraise_lost_interrupts, sign
+from assets.execution.run_liveness import reraise_lost_interrupts, tag_run_with_process
 
 
 class Thing:
@@ -53,7 +53,7 @@ def test_dagster_interrupt_in_a_weakref_callback_ends_the_step(tmp_path: Path, m
 
     @dg.asset
     def terminated(context: dg.AssetExecutionContext) -> None:
-        sign(context.instance, context.run, tmp_path)
+        tag_run_with_process(context.instance, context.run, tmp_path)
         thing = Thing()
         reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
         del thing

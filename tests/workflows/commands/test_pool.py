@@ -15,7 +15,14 @@ from dagster._core.execution.plan.active import ActiveExecution
 from dagster._core.execution.plan.step import ExecutionStep
 
 from assets.execution.interruption import INTERRUPTED
-from assets.execution.run_liveness import PROCESS_TAG, fail_orphaned_runs, is_alive, process_of, sign, this_process
+from assets.execution.run_liveness import (
+    PROCESS_TAG,
+    fail_orphaned_runs,
+    is_alive,
+    process_of,
+    tag_run_with_process,
+    this_process,
+)
 from assets.pipeline.pipeline import Services
 from tests.workflows.homes import ATTRIBUTES, check_values, write_recipe
 from tests.workflows.in_process import run_in
@@ -216,11 +223,11 @@ def test_run_started_by_dagster_does_not_wait_for_a_dead_run(services, instance,
 
     @dg.asset
     def source(context: dg.AssetExecutionContext) -> None:
-        sign(context.instance, context.run, services.home)
+        tag_run_with_process(context.instance, context.run, services.home)
 
     @dg.asset(deps=[source], pool="gpu")
     def trained(context: dg.AssetExecutionContext) -> None:
-        sign(context.instance, context.run, services.home)
+        tag_run_with_process(context.instance, context.run, services.home)
 
     assert dg.materialize([source, trained], instance=instance).success
     ended = "CANCELED" if name.startswith("CANCEL") else "FAILURE"
@@ -238,7 +245,7 @@ def test_run_database_is_group_writable_from_its_creation(services, instance):
 
     @dg.asset
     def made(context: dg.AssetExecutionContext) -> None:
-        sign(context.instance, context.run, services.home)
+        tag_run_with_process(context.instance, context.run, services.home)
         record_modes()
 
     before = os.umask(0o002)
@@ -259,7 +266,7 @@ def test_reexecuted_run_is_not_that_of_the_first_process(services, instance):
     @dg.asset
     def again(context: dg.AssetExecutionContext) -> None:
         fail_orphaned_runs(instance, services.home)
-        sign(context.instance, context.run, services.home)
+        tag_run_with_process(context.instance, context.run, services.home)
         fail_orphaned_runs(instance, services.home)
         seen.append(is_alive(process_of(instance.get_run_by_id(context.run.run_id)), services.home))
 

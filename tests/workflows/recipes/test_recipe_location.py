@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assets.inputs.recipe_location import written, written_where_named
+from assets.inputs.recipe_location import add_recipe_location, written
 from training.contract.errors import DataError, ModelError, PedigreeError, RegistryUnavailable, without_code
 from workflows.recipes.discovery import load_recipes
 
@@ -88,9 +88,9 @@ def test_error_of_a_server_has_no_recipe_location(pipelines):
 def test_error_that_begins_with_a_field_gets_its_location(pipelines, variant, message, place):
     """A field further behind may be a remedy, and is not the cause."""
     pipeline = pipelines[variant]
-    with pytest.raises(DataError) as caught, written_where_named(pipeline):
+    with pytest.raises(DataError) as caught, add_recipe_location(pipeline):
         raise DataError(message)
     assert without_code(str(caught.value)) == (message if place is None else f"{pipeline.file}{place}{message}")
-    with pytest.raises(DataError) as again, written_where_named(pipeline):
+    with pytest.raises(DataError) as again, add_recipe_location(pipeline):
         raise caught.value
     assert str(again.value) == str(caught.value)
