@@ -6,7 +6,7 @@ from dataclasses import replace
 from assets.bodies.candidate import Candidate
 from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import measure_pairs, rows_by_pair
-from model_registry.gate import Decision, Measure, PairedScores, decide
+from model_registry.gate import Decision, GateMetric, PairedScores, decide
 from model_registry.model_version import Version
 
 REASONS_TAG = "pedigree.reasons"
@@ -24,8 +24,8 @@ def decide_release(candidate: Candidate, version: Version, champion: Version | N
     evaluation = candidate.artifacts["evaluation"]
     metrics, gate = evaluation.details["metrics"], candidate.context.pipeline.recipe.release.gate
     if champion is None:
-        losses = measure_pairs(Measure.LOSS, rows_by_pair(evaluation), {})
-        decision = decide(PairedScores(Measure.LOSS, losses), metrics, gate)
+        losses = measure_pairs(GateMetric.LOSS, rows_by_pair(evaluation), {})
+        decision = decide(PairedScores(GateMetric.LOSS, losses), metrics, gate)
     else:
         pairs = score_against_champion(candidate.context, evaluation, candidate.lineage["raw_preferences"], champion)
         decision = decide(pairs, metrics, gate)

@@ -7,7 +7,7 @@ from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import Row, common_measure, measure_pairs, prompts, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import log_message
-from model_registry.gate import MIN_PROMPTS, Measure, PairedScores, count_prompts
+from model_registry.gate import MIN_PROMPTS, GateMetric, PairedScores, count_prompts
 from model_registry.model_version import Version
 from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
 from training.contract.store.store import Artifact
@@ -52,14 +52,14 @@ def _pair_scores(
         raise
     rows_by_text = rows_by_messages(evaluation, raw_preferences)
     champion_rows_by_text = rows_by_messages(champions, champions_data)
-    by_messages = _score_rows(Measure.ERROR_RATE, rows_by_text, champion_rows_by_text, raw_preferences)
+    by_messages = _score_rows(GateMetric.ERROR_RATE, rows_by_text, champion_rows_by_text, raw_preferences)
     if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared):
         return by_tokens, rows
     return by_messages, rows_by_text
 
 
 def _score_rows(
-    measure: Measure, rows: Mapping[str, Row], champion_rows: Mapping[str, Row], raw_preferences: Artifact
+    measure: GateMetric, rows: Mapping[str, Row], champion_rows: Mapping[str, Row], raw_preferences: Artifact
 ) -> PairedScores:
     candidate, champion = (
         measure_pairs(measure, rows, champion_rows),

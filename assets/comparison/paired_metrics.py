@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from assets.views.pair_reader import SIDES
-from model_registry.gate import Measure, Prompts, Values
+from model_registry.gate import GateMetric, Prompts, Values
 from training.contract.config.loss import Loss
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
@@ -97,27 +97,27 @@ def scale(evaluation: Artifact) -> dict[str, str]:
     return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
 
 
-def common_measure(evaluation: Artifact, champion: Artifact) -> Measure:
+def common_measure(evaluation: Artifact, champion: Artifact) -> GateMetric:
     """Return the measure for two evaluations of pairs with the same tokens.
 
     It is the loss if both have the same scale, else the error rate. If the references differ, both error rates are over the
     champion's reference: a candidate with a bad reference would otherwise look better than it is.
     """
     if scale(evaluation) == scale(champion):
-        return Measure.LOSS
+        return GateMetric.LOSS
     reference, champions_reference = (
         artifact.derivation.inputs[_REFERENCE].fingerprint for artifact in (evaluation, champion)
     )
     is_same = reference == champions_reference
-    return Measure.ERROR_RATE if is_same else Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+    return GateMetric.ERROR_RATE if is_same else GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
 
 
-def measure_pairs(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
+def measure_pairs(measure: GateMetric, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
     """Return the compared value of each of `rows`; lower is better. `champion`: the champion's rows, by the same names."""
     match measure:
-        case Measure.LOSS:
+        case GateMetric.LOSS:
             return {pair: loss(row) for pair, row in rows.items()}
-        case Measure.ERROR_RATE:
+        case GateMetric.ERROR_RATE:
             return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
-        case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
+        case GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
             return {pair: 1.0 - accuracy(row, champion.get(pair)) for pair, row in rows.items()}

@@ -35,7 +35,7 @@ Prompts = Mapping[str, str]  # by pair; a pair without an entry has its own prom
 _OWN_PROMPTS: Prompts = {}
 
 
-class Measure(StrEnum):
+class GateMetric(StrEnum):
     """The compared value of a pair, the lower the better. In sentences, the text of the member names its mean."""
 
     LOSS = "loss"
@@ -45,11 +45,11 @@ class Measure(StrEnum):
     @property
     def why(self) -> str:
         match self:
-            case Measure.LOSS:
+            case GateMetric.LOSS:
                 return ""
-            case Measure.ERROR_RATE:
+            case GateMetric.ERROR_RATE:
                 return "the champion was evaluated with another loss or template, so losses cannot be compared; "
-            case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
+            case GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
                 return "the champion was evaluated with another reference, so losses cannot be compared; "
 
 
@@ -60,7 +60,7 @@ class PairedScores:
     `prompts` maps pairs to prompts. `leaked` names shared pairs with prompts in the earlier training data of either policy.
     """
 
-    measure: Measure
+    measure: GateMetric
     candidate: Values
     champion: Values | None = None
     prompts: Prompts = field(default_factory=dict)
@@ -128,7 +128,7 @@ def decide(pairs: PairedScores, metrics: Mapping[str, float], gate: Gate) -> Dec
     return Decision(True, ["there was no champion before"], figures)
 
 
-def _score(measure: Measure, whose: str, values: Values) -> dict[str, float]:
+def _score(measure: GateMetric, whose: str, values: Values) -> dict[str, float]:
     return {f"{whose}_{measure.name.lower()}": rounded(statistics.fmean(values.values()), len(values))}
 
 

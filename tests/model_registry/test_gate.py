@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import model_registry.gate
-from model_registry.gate import MIN_PROMPTS, Decision, Measure, PairedScores, paired_difference, rounded
+from model_registry.gate import MIN_PROMPTS, Decision, GateMetric, PairedScores, paired_difference, rounded
 from training.contract.config.recipe import Gate
 
 ACCURACY = "eval/rewards/accuracies"
@@ -16,7 +16,7 @@ losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)
 
 
 def decide(candidate, champion, metrics=None, gate=None, **options) -> Decision:
-    pairs = PairedScores(options.pop("measure", Measure.LOSS), candidate, champion, **options)
+    pairs = PairedScores(options.pop("measure", GateMetric.LOSS), candidate, champion, **options)
     return model_registry.gate.decide(pairs, metrics or {ACCURACY: 0.75}, gate or Gate())
 
 
@@ -117,19 +117,19 @@ def test_decide_equal_candidate_has_a_reason():
 
 def test_decide_error_rate_has_a_reason_with_its_cause():
     """Four wrong pairs of sixteen instead of eight: a gain of 1/4 in the mean, s = sqrt(16 * (3/16) / 15) = 0.44721."""
-    decision = decide(named([1.0] * 4 + [0.0] * 12), named([1.0] * 8 + [0.0] * 8), measure=Measure.ERROR_RATE)
+    decision = decide(named([1.0] * 4 + [0.0] * 12), named([1.0] * 8 + [0.0] * 8), measure=GateMetric.ERROR_RATE)
     assert decision.promote
     assert (decision.figures["candidate_error_rate"], decision.figures["champion_error_rate"]) == (0.25, 0.5)
     [reason] = decision.reasons
-    assert reason.startswith(Measure.ERROR_RATE.why)
-    assert f"on 16 shared pairs the {Measure.ERROR_RATE} is 0.25 lower" in reason and reason.endswith("0.1118")
+    assert reason.startswith(GateMetric.ERROR_RATE.why)
+    assert f"on 16 shared pairs the {GateMetric.ERROR_RATE} is 0.25 lower" in reason and reason.endswith("0.1118")
 
 
 def test_decide_one_better_pair_is_not_promoted_by_rounding():
     """One better pair gains exactly one standard error. In floats the gain is above it for 430 of the counts up to 2,000."""
     for count in range(MIN_PROMPTS, 300):
         candidate, champion = named([0.0] * count), named([1.0] + [0.0] * (count - 1))
-        decision = decide(candidate, champion, measure=Measure.ERROR_RATE)
+        decision = decide(candidate, champion, measure=GateMetric.ERROR_RATE)
         assert decision.figures["gain"] == pytest.approx(decision.figures["standard_error"])
         assert not decision.promote, count
 

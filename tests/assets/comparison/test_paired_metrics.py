@@ -12,7 +12,7 @@ import pytest
 from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import common_measure, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
-from model_registry.gate import Measure
+from model_registry.gate import GateMetric
 from model_registry.model_version import Version, lineage_tags
 from model_registry.registry import Registry
 from training.contract.errors import RegistryUnavailable
@@ -102,26 +102,26 @@ def evaluated(
 
 # SimPO never uses the recipe's reference. AOT sorts the pairs of a batch, so a loss depends on all of them.
 MEASURES = {
-    "all the same": (("sigmoid", "a"), ("sigmoid", "a"), Measure.LOSS),
-    "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), Measure.LOSS),
-    "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), Measure.ERROR_RATE),
-    "another weighting of the pairs in training": (("sigmoid", "a", "c", "wpo"), ("sigmoid", "a"), Measure.LOSS),
-    "another loss": (("hinge", "a"), ("sigmoid", "a"), Measure.ERROR_RATE),
-    "another reference": (("sigmoid", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
-    "another reference, which neither has": (("simpo", "b"), ("simpo", "a"), Measure.LOSS),
+    "all the same": (("sigmoid", "a"), ("sigmoid", "a"), GateMetric.LOSS),
+    "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), GateMetric.LOSS),
+    "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), GateMetric.ERROR_RATE),
+    "another weighting of the pairs in training": (("sigmoid", "a", "c", "wpo"), ("sigmoid", "a"), GateMetric.LOSS),
+    "another loss": (("hinge", "a"), ("sigmoid", "a"), GateMetric.ERROR_RATE),
+    "another reference": (("sigmoid", "b"), ("sigmoid", "a"), GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+    "another reference, which neither has": (("simpo", "b"), ("simpo", "a"), GateMetric.LOSS),
     "another reference, which the candidate lacks": (
-        *(("simpo", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+        *(("simpo", "b"), ("sigmoid", "a"), GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
     ),
-    "the reference that the champion lacks": (("sigmoid", "a"), ("simpo", "a"), Measure.ERROR_RATE),
+    "the reference that the champion lacks": (("sigmoid", "a"), ("simpo", "a"), GateMetric.ERROR_RATE),
     "another reference, which the champion lacks": (
-        *(("sigmoid", "b"), ("simpo", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+        *(("sigmoid", "b"), ("simpo", "a"), GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
     ),
 }
 
 
 @pytest.mark.parametrize(("candidate", "champion", "measure"), MEASURES.values(), ids=MEASURES)
 def test_common_measure_depends_on_loss_and_reference(
-    tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: Measure
+    tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: GateMetric
 ):
     evaluations = (evaluated(Store(tmp_path / "store"), *arguments) for arguments in (candidate, champion))
     assert common_measure(*evaluations) == measure
@@ -154,7 +154,7 @@ def test_compared_with_different_references_uses_the_champions(tmp_path: Path):
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     scores = score_against_champion(step, candidate, preferences.fingerprint, version)
-    assert scores.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+    assert scores.measure == GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
     names = [f"c{row}r{row}" for row in range(20)]
     assert [scores.candidate[name] for name in names] == [1.0] * 10 + [0.0] * 10
     assert [scores.champion[name] for name in names] == [0.0] * 20
@@ -200,7 +200,7 @@ def test_compared_with_few_equal_tokens_pairs_by_messages(
         step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags))
     )
     assert len(scores.shared) == compared_pairs
-    assert scores.measure == (Measure.LOSS if equal_pairs == compared_pairs else Measure.ERROR_RATE)
+    assert scores.measure == (GateMetric.LOSS if equal_pairs == compared_pairs else GateMetric.ERROR_RATE)
 
 
 def test_compared_with_a_loss_without_reference_ranks_over_the_reference(tmp_path: Path):
@@ -214,7 +214,7 @@ def test_compared_with_a_loss_without_reference_ranks_over_the_reference(tmp_pat
     step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     scores = score_against_champion(step, candidate, preferences.fingerprint, version)
-    assert scores.measure == Measure.ERROR_RATE
+    assert scores.measure == GateMetric.ERROR_RATE
     assert (sum(scores.candidate.values()), sum(scores.champion.values())) == (10, 1)
 
 

@@ -77,7 +77,7 @@ def test_two_nodes_of_two_ranks_train_like_one_process(
         found = Store(one.store).find("policy", one.derivation.key)
         assert found is not None
         told.append(list(read_events(found.folder / "events.jsonl")))
-    assert "4 processes, weights in 2 shards, 2 times (hsdp: as the recipe says)" in [e.get("text") for e in told[1]]
+    assert "4 processes, weights in 2 shards, 2 copies (hsdp: set by the recipe)" in [e.get("text") for e in told[1]]
     losses = [[event["loss"] for event in events if event["event"] == "step"] for events in told]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.pipeline.graph import GRAPH
-from model_registry.gate import Measure
+from model_registry.gate import GateMetric
 from model_registry.package_model import package
 from model_registry.registry import Registry
 from tests.workflows import edits
@@ -47,7 +47,7 @@ SWEEP: dict[str, Any] = {
     },
 }
 NAMES = ["sweep", "sweep-hinge", "sweep-fewer-samples"]
-WRONG, WRONG_OVER_CHAMPIONS = Measure.ERROR_RATE, Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+WRONG, WRONG_OVER_CHAMPIONS = GateMetric.ERROR_RATE, GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
 
 
 @pytest.fixture(scope="module")
