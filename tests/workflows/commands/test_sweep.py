@@ -24,7 +24,7 @@ from tests.workflows import edits
 from tests.workflows.homes import check_error, check_values, latest, write_recipe
 from tests.workflows.in_process import Baseline, services_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
-from training.contract.errors import UsageError
+from training.contract.errors import UsageError, without_code
 from training.contract.identity.fingerprint import short
 from workflows.commands.compare import Comparison, compare, last_evaluated
 from workflows.commands.gc import collect
@@ -147,7 +147,7 @@ def test_a_comparison_on_the_pairs_of_one_source(baseline: Baseline, comparison:
     assert on("sums") == comparison, "all have that source"
     with pytest.raises(UsageError, match=r"\[unknown-source-name\]$") as caught:
         on("poems")
-    lines = str(caught.value).splitlines()
+    lines = without_code(str(caught.value)).splitlines()
     assert [line.partition(": ")[0] for line in lines] == NAMES
     assert all("`poems` (names: sums)" in line for line in lines)
 
