@@ -89,8 +89,8 @@ def check_releases_exist(
     if (releases := released.keys() - {None}) and not releases & registered:
         names = ", ".join(sorted(released[release] for release in releases))
         raise RegistryError(
-            f"{shown(registry.uri)} has no version that {names} released, so it is unknown which artifacts the registry uses: "
-            f"set {TRACKING_VARIABLE} or {REGISTRY_VARIABLE} to the registry that has them, run one of these recipes, or wipe "
+            f"{shown(registry.uri)} lacks the released versions of {names}. It may be another registry, so no artifact is "
+            f"removed. Set {TRACKING_VARIABLE} or {REGISTRY_VARIABLE} to their registry, run one of these recipes, or wipe "
             "their assets in Dagster",
             "releases-missing",
         )

@@ -1,4 +1,4 @@
-"""Files of the base model that are released beside the weights, or that determine where the released model stops."""
+"""Files of the base model for a release: those copied beside the weights, and those with its end-of-sequence tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Kernel times of a policy job's steps: `python -m tests.benchmarks.gpu_profile JOB.json`, started by gpu.py.
 
-torch's profiler watches two steps and slows the processor down, so the device waits longer than usual: only its own
-milliseconds count. One JSON object on the last line, the rows of a table: the purpose of kernels, by their names, with the
-milliseconds and the count of a step; then the sum, and the time from the first kernel's start to the last one's end.
+torch's profiler watches two steps. It slows the processor down, so the device waits longer than usual: only the device's own
+milliseconds count. The last line is one JSON object with the rows of a table. A row is a purpose of kernels, with their
+milliseconds and their count in a step. The last rows are the sum, and the time between the first start and the last end.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Settings of both sides of the comparison on a GPU: sizes, made-up pairs, peaks of chips. It imports neither side.
 
-Pairs are random words of a vocabulary in which word number n is token number n, so a trainer that takes text and one that
-takes tokens get the same. Each prompt has two responses, and each response ends with the end-of-sequence token.
+Pairs are random words of a vocabulary. Its word number n is token number n, so trainers for text and for tokens get the same
+data. Each prompt has two responses, and each response ends with the end-of-sequence token.
 """
 
 import json

@@ -21,7 +21,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.contract.config.recipe import TrainingSpec
 from training.contract.errors import TrainingError
 from training.contract.identity.tokenizer_files import holds_tokenizer
 from training.contract.protocol.events import EventWriter
@@ -78,7 +77,8 @@ def prepare(job: Job, group: Group, events: EventWriter) -> PolicyRun:
         check_reference_alone(job, data, group, events, checker)
     params = load_policy(job, data, start, group, events, state)
     callbacks = [CheckInputs(), CheckStart(checker, params), EvaluateHeldOut(checker, params)]
-    balance = balance_of(data.settings, group)
+    coefficient = data.settings.router_aux_loss_coef
+    balance = ExpertBalance(coefficient, group) if coefficient else None
     objective = PreferenceObjective(data.pairs, data.table, data.settings.loss, group, balance)
     train_step = TrainStep(params, objective, data.batches, data.settings, data.steps)
     return PolicyRun(data, start, params, state, Trainer(job, events, train_step, state, callbacks))
@@ -141,10 +141,6 @@ def load_policy(
             )
         check_positions(params.model, data.pairs.longest, events)
     return params
-
-
-def balance_of(settings: TrainingSpec, group: Group) -> ExpertBalance | None:
-    return ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
 
 
 def save_policy(job: Job, group: Group, done: PolicyRun) -> JobResult:

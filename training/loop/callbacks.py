@@ -7,7 +7,7 @@ class Callback:
     """The trainer calls each callback on every rank, in the order of its list.
 
     A callback answers no signal and may take long, so the trainer saves a due checkpoint first. After resuming, the trainer
-    calls `on_train_begin` with the step of the checkpoint: what is due after that step is done again.
+    calls `on_train_begin` with the step of the checkpoint. It then repeats the work that was due after that step.
     """
 
     def on_train_begin(self, step: int) -> None:

@@ -12,7 +12,7 @@ from training.loop.callbacks import Callback
 from training.loop.policy_data import PolicyData
 from training.loop.run_state import RunState
 from training.parallel.train_state import TrainableParams
-from training.scoring.pairs import ScoredPairs
+from training.scoring.pairs import ScoredPairs, score_pairs
 from training.scoring.reference_check import ReferenceCheck, check_zero_margin, evenly_spaced, logprob_difference
 
 _CHECKED_PAIRS = 16
@@ -28,7 +28,12 @@ class ReferenceChecker:
     state: RunState
 
     def score(self, model: PreTrainedModel, positions: Positions) -> ScoredPairs:
-        return self.data.score(model, positions, self.group)
+        """Return the pairs under `model` as it is now. Progress is not reported: it would hide that of the training."""
+        model.eval()
+        data = self.data
+        return score_pairs(
+            model, data.pairs, positions, data.table, data.settings.loss, self.group, events=EventWriter(None)
+        )
 
     def check(self, model: PreTrainedModel) -> None:
         """Check the table against `model`, which made it, on some pairs of either split. Raise TrainingError."""

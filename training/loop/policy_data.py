@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from training.contract.config.recipe import TrainingSpec
 from training.contract.protocol.events import EventWriter
@@ -15,7 +14,6 @@ from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.loop.objective import pair_tokens
 from training.scoring.logprob_tails import read_table
-from training.scoring.pairs import ScoredPairs, score_pairs
 
 # The default number of steps between evaluations. It grows until evaluations cost at most this share of the steps. A step costs
 # three forward passes, because a backward pass makes twice as many products as a forward pass.
@@ -40,11 +38,6 @@ class PolicyData:
     def starts_as_reference(self) -> bool:
         """Whether the policy, before the first step, is the model that made the table, in the same dtype."""
         return self.settings.champion is None and self.settings.precision == self.table.dtype
-
-    def score(self, model: PreTrainedModel, positions: Positions, group: Group) -> ScoredPairs:
-        """Return the pairs under `model` as it is now. Progress is not reported: it would hide that of the training."""
-        model.eval()
-        return score_pairs(model, self.pairs, positions, self.table, self.settings.loss, group, EventWriter(None))
 
 
 def read_data(job: Job, group: Group, events: EventWriter) -> PolicyData:

@@ -86,9 +86,9 @@ def check_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, 
     if abs(check.loss - check.expected) <= check.allowed and not wrong and rms <= RMS_SHARE:
         return check
     raise TrainingError(
-        f"the reference model does not give the log-probs of the table, on {where}: the loss is {check.loss:.6f}, expected "
-        f"{check.expected:.6f} within {check.allowed:.6f}; {wrong} of {len(difference.excess_I)} pairs differ by more than "
-        f"rounding; the root mean square difference is {rms:.2g} of the allowed one, expected at most {RMS_SHARE}. "
+        f"the reference model does not give the log-probs of the table, on {where}. The loss is {check.loss:.6f}, expected "
+        f"{check.expected:.6f} within {check.allowed:.6f}. {wrong} of {len(difference.excess_I)} pairs differ by more than "
+        f"rounding. The root mean square difference is {rms:.2g} of the allowed one, expected at most {RMS_SHARE}. "
         f"The worst:\n{_format_worst(difference, scored.pairs.rows[scored.positions_V])}\n"
         "The reference log-probs were made from other weights, tokens or masks: run `pedigree rescore RECIPE` to set them "
         "aside, then `pedigree run RECIPE` to score them again",

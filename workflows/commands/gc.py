@@ -1,10 +1,14 @@
 """Garbage collection: find and remove unreferenced files under PEDIGREE_HOME.
 
-These references keep an artifact and all its ancestors:
-* a version of any model in the registry, whose tags hold the fingerprints of its lineage;
-* the latest materialization of any asset of any recipe in this Dagster instance, fresh or stale;
-* a job in progress: the lock of its key is held;
-* creation or use since the start of the oldest unfinished run: Dagster may not have recorded it yet.
+Four references keep an artifact and all its ancestors.
+
+A version of any model in the registry refers to its lineage by its tags.
+
+The latest materialization of any asset in this Dagster instance refers to its artifact, fresh or stale.
+
+A job in progress refers to its key, because it holds the lock.
+
+An unfinished run refers to every artifact that was made or used since it began, because Dagster may not have recorded it yet.
 
 The log-prob cache of a kept model is kept whole, as it makes scoring cheap. An interrupted job keeps its folder as long as it
 has checkpoints, and an unreadable job keeps it for a day. Downloaded versions stay if an alias points at them, and all stay

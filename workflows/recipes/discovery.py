@@ -25,6 +25,7 @@ from workflows.recipes.yaml_file import (
     cause_in,
     check_no_foreign_parts,
     check_one_recipe,
+    check_values_fit_tags,
     holds_recipe,
     recipes_in,
     variant_names,
@@ -125,6 +126,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     check_text(folder, RecipeError)
     check_one_recipe(folder / RECIPE_FILE)
     check_no_foreign_parts(folder / RECIPE_FILE)
+    check_values_fit_tags(folder / RECIPE_FILE)
     module = ModuleType(folder.name)
     module.__path__ = [str(folder)]
     module.__file__ = None

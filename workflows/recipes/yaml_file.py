@@ -149,6 +149,25 @@ def check_no_yaml11_numbers(file: Path) -> None:
                 )
 
 
+def check_values_fit_tags(file: Path) -> None:
+    """Raise RecipeError with the line of a value that does not fit its tag, such as `!!int many`, or of an unknown tag."""
+    resolver = yaml.SafeLoader("")
+    for document in _documents(file):
+        for node in _nodes(document):
+            untagged = resolver.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
+            if node.tag == untagged:
+                continue
+            try:
+                resolver.construct_object(node, deep=True)
+            except Exception as error:  # YAML's constructors raise errors of many kinds
+                value = f"`{node.value}`" if isinstance(node, yaml.ScalarNode) else "this section"
+                tag = re.sub("^tag:yaml.org,2002:", "!!", node.tag)
+                raise RecipeError(
+                    f"{file}:{node.start_mark.line + 1}: YAML cannot read {value} as {tag}; correct it, or remove the tag",
+                    "wrong-yaml-tag",
+                ) from error
+
+
 def variant_names(file: Path) -> tuple[str, ...]:
     """Return the variants in another recipe's file; nothing if it is unreadable: loading that recipe reports it."""
     try:

@@ -35,7 +35,7 @@ LOST = "its files are no longer in the store"
 class AssetStatus:
     """`fingerprint` identifies the latest materialization; `causes` are the reasons for a new one.
 
-    A fresh asset lacks causes, except a released model with an unavailable registry: a cause then reports it.
+    A fresh asset has causes only if it is a released model and the registry is unavailable.
     """
 
     asset: str

@@ -157,7 +157,11 @@ attributes:
         (ODD.replace("Be nice", r"\ud83d\ude00"), "lone-surrogate", r"defs.yaml:7: \ud83d "),
         (ODD.replace("workflows.PreferenceTuning", r'"\ud83d"'), "not-one-recipe", r"\ud83d"),
         ("[" * 1000, "nested-too-deep", "defs.yaml: "),
-        (ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}", "recipe", "defs.yaml: "),
+        (
+            ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}",
+            "wrong-yaml-tag",
+            "defs.yaml:8: YAML cannot read `foo`",
+        ),
         (ODD.replace('"Be nice"', "!!binary /////w=="), "recipe", "defs.yaml: "),
     ],
     ids=["lone surrogate", "lone surrogate as its type", "deep", "invalid time", "bytes"],

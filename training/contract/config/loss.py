@@ -18,14 +18,21 @@ from training.contract.config.fields import NUMERIC, ConfigSection, NonNegative,
 class LossTraits:
     """The needs of a type of loss.
 
-    own_settings        names of its settings, besides `beta`
-    needs_reference     a function of log-ratios, policy over reference
-    averages_tokens     divides by the number of tokens of a response
-    couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
-    matches_pairs       couples pairs by comparing responses of different pairs
-    keeps_state         also depends on earlier batches
-    compares_scores     a function of the difference of two scores; f-divergences need this
-    compares_responses  needs a chosen and a rejected response; without this, only a term of a mixture
+    `own_settings`: names of its settings, besides `beta`.
+
+    `needs_reference`: it is a function of log-ratios, policy over reference.
+
+    `averages_tokens`: it divides by the number of tokens of a response.
+
+    `couples_pairs`: a pair's loss depends on the policy's log-probs of other pairs of the batch.
+
+    `matches_pairs`: it couples pairs by comparing responses of different pairs.
+
+    `keeps_state`: it also depends on earlier batches.
+
+    `compares_scores`: it is a function of the difference of two scores. f-divergences need this.
+
+    `compares_responses`: it needs a chosen and a rejected response. Any other loss can only be a term of a mixture.
     """
 
     own_settings: tuple[str, ...] = ()

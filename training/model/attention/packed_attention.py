@@ -101,8 +101,8 @@ def by_segment(
 ) -> Tensor:
     """Attend with one call per segment. We split the row: the gradient of a slice would be as long as the row.
 
-    On a GPU the keys are repeated for each query head. For float32 and for masks, torch 2.13 has no kernel with grouped heads
-    (sdp_utils.cpp) and would keep all Q x T x T scores for the backward pass.
+    On a GPU the keys are repeated for each query head. torch 2.13 lacks a kernel with grouped heads for float32 and for masks
+    (sdp_utils.cpp). Without the repetition it would keep all Q x T x T scores for the backward pass.
     """
     if query_1QTD.is_cuda and (groups := query_1QTD.shape[1] // key_1KTD.shape[1]) > 1:
         key_1KTD, value_1KTD = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_1KTD, value_1KTD))
