@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -15,7 +14,7 @@ from workflows.cli.output import print_error, reporting, results, user_console
 from workflows.cli.terminal_chat import Conversation, converse
 from workflows.orchestration.resources import build_services, pedigree_home, prepare_home
 from workflows.servers.model_server import model_server, named_version
-from workflows.servers.web_servers import LOOPBACK
+from workflows.servers.server_processes import LOOPBACK
 
 _model = click.argument("model", metavar="MODEL[@ALIAS|/VERSION]")
 
@@ -33,10 +32,10 @@ def serve(model: str, host: str, port: int) -> None:
     version, folder = _find_version(model)
     with (
         suppress(KeyboardInterrupt),
-        model_server(version, folder, _logs(), host, port, user_console.print) as address,
+        model_server(version, folder, _logs(), host, port, user_console.print) as (address, processes),
     ):
         results.print(f"{version.name}, version {version.number}: {address}/v1/chat/completions", soft_wrap=True)
-        threading.Event().wait()
+        processes.watch()
 
 
 @click.command()
@@ -57,7 +56,7 @@ def chat(model: str, temperature: float, max_tokens: int, system: str | None) ->
     messages = [{"role": "system", "content": system}] if system else []
     with (
         suppress(KeyboardInterrupt),
-        model_server(version, folder, _logs(), LOOPBACK, 0, user_console.print) as address,
+        model_server(version, folder, _logs(), LOOPBACK, 0, user_console.print) as (address, _),
     ):
         for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C, they end the whole command
             signal.signal(number, _end)

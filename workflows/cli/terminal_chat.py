@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from workflows.servers.web_servers import UNPROXIED
+from workflows.servers.server_processes import UNPROXIED
 
 _PROMPT = "> "
 _DATA, _DONE = "data: ", "[DONE]"

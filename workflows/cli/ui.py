@@ -1,7 +1,6 @@
 """The command `pedigree ui`: the recipes to show, and the printed addresses."""
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,11 +38,19 @@ _port = click.IntRange(1, 65535)
 @click.option(
     "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
 )
+@click.option(
+    "--allow-host",
+    "hosts",
+    metavar="NAME[:PORT]",
+    multiple=True,
+    help="Name of a proxy that passes requests on, with its port if that is not the default.",
+)
 @reporting
-def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
+def ui(recipes: tuple[str, ...], port: int, mlflow_port: int, hosts: tuple[str, ...]) -> None:
     """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen only on loopback.
 
-    RECIPES are the recipes to show, or folders of recipes. Without them, the recipes of the project are shown.
+    RECIPES are the recipes to show, or folders of recipes. Without them, the recipes of the project are shown. Requests that
+    pages of other sites make are refused.
     """
     home = pedigree_home()
     folders = [recipe_place(text) for text in recipes]
@@ -59,12 +66,13 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
             connect(address)
         fail_orphaned_runs(instance, home)
         warn_of_unlimited_gpu(instance)
-    with web_servers(home, registry, port, mlflow_port, user_console.print) as (dagster, mlflow):
-        results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
-        for address in _pages_of_runs(mlflow, services, listed):
+        reference = instance.get_ref()
+    with web_servers(home, reference, registry, (port, mlflow_port), hosts, user_console.print) as pages:
+        results.print(f"Dagster: {pages.dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
+        for address in _pages_of_runs(pages.mlflow, services, listed):
             results.print(f"MLflow:  {address}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            pages.processes.watch()
 
 
 def _report_problems(listed: list[ExtraRecipe], named: list[Path]) -> None:

@@ -1,7 +1,7 @@
 """A released version behind an OpenAI-compatible address, for `pedigree serve` and `pedigree chat`.
 
 Two processes run. `transformers serve` holds the model, on an internal port of loopback. Clients talk to the proxy in front of
-it (model_registry/chat_proxy.py).
+it (chat_proxy.py).
 """
 
 import importlib.util
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from model_registry.model_version import Version
-from model_registry.proxy_settings import ProxySettings
 from model_registry.registry import Registry
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.json_objects import read_object
 from training.contract.identity.tokenizer_files import CHAT_TEMPLATES, holds_tokenizer
-from workflows.servers.web_servers import LOOPBACK, Server, free_port, serving, usable_port
+from workflows.servers.proxy_settings import ProxySettings
+from workflows.servers.server_processes import LOOPBACK, Processes, Server, free_port, serving, usable_port
 
 _NEEDED = ("accelerate", "fastapi", "openai")
 _LOADING_SECONDS = 1800.0  # for tens of gigabytes from a slow disk
@@ -33,8 +33,11 @@ def named_version(text: str, registry: Registry) -> Version:
 @contextmanager
 def model_server(
     version: Version, folder: Path, logs: Path, host: str, port: int, report: Callable[[str], None]
-) -> Iterator[str]:
-    """Serve the version with its Hugging Face model in `folder`. Yield the address. Raises PedigreeError, ModelError."""
+) -> Iterator[tuple[str, Processes]]:
+    """Serve the version with its Hugging Face model in `folder`. Yield the address and the processes.
+
+    Raises PedigreeError, ModelError.
+    """
     _check_extra_installed()
     _check_chat_template(version, folder)
     proxy_port = usable_port(port, report, host) if port else free_port(0, host)
@@ -42,8 +45,8 @@ def model_server(
     proxy = ProxySettings(version.name, f"./{folder.name}", upstream.address, host, proxy_port, _generation(folder))
     server = _proxy_server(proxy, logs)
     report(f"Loading version {version.number} of {version.name}.")
-    with serving([upstream, server]):
-        yield server.address
+    with serving([upstream, server], report) as processes:
+        yield server.address, processes
 
 
 def _transformers_server(folder: Path, logs: Path) -> Server:
@@ -60,7 +63,7 @@ def _transformers_server(folder: Path, logs: Path) -> Server:
 
 
 def _proxy_server(proxy: ProxySettings, logs: Path) -> Server:
-    command = [sys.executable, "-m", "model_registry.chat_proxy", str(proxy)]
+    command = [sys.executable, "-m", "workflows.servers.chat_proxy", str(proxy)]
     host = _ANY.get(proxy.host, proxy.host)
     address = f"http://[{host}]:{proxy.port}" if ":" in host else f"http://{host}:{proxy.port}"
     return Server("The model's proxy", command, address, f"{address}/health", logs / "proxy.log")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, edit
 from tests.workflows.servers.test_web_servers import graphql, text_in_browser
-from workflows.servers.web_servers import free_port
+from workflows.servers.server_processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 EDITED = {
@@ -25,7 +25,7 @@ QUERY = """{ assetNodes { assetKey { path } staleStatus
 @contextlib.contextmanager
 def ui(home: Home, folder):
     """Yield the address of Dagster's pages, served by `pedigree ui` over `home`."""
-    ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
+    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(folder), *ports],
         env=home.environment,

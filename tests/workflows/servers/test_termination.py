@@ -13,7 +13,7 @@ import pytest
 from tests.workflows.commands.test_run_interruption import LONG, until_steps
 from tests.workflows.homes import PEDIGREE, check_values, write_recipe
 from tests.workflows.servers.test_web_servers import LOCATION, graphql
-from workflows.servers.web_servers import free_port
+from workflows.servers.server_processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.timeout(1500)]
 REPOSITORY = {"repositoryLocationName": LOCATION, "repositoryName": "__repository__"}
@@ -40,7 +40,7 @@ def served(first_run, recipe, tmp_path):
     home = tmp_path / "home"
     subprocess.run(["cp", "--archive", first_run[0].path, home], check=True)
     shutil.rmtree(home / "jobs")
-    ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
+    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(recipe), *ports],
         env={**first_run[0].environment, "PEDIGREE_HOME": str(home)},

@@ -11,13 +11,15 @@ import time
 import urllib.request
 from pathlib import Path
 
+import dagster as dg
 import pytest
 
 from model_registry.registry import Registry
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, write_recipe
 from tests.workflows.recipes.test_discovery import EXPECTED
-from workflows.servers import web_servers as web
-from workflows.servers.web_servers import free_port
+from training.contract.errors import PedigreeError
+from workflows.servers import server_processes, web_servers
+from workflows.servers.server_processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 LOCATION = "workflows.definitions"
@@ -51,7 +53,7 @@ def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
     home, _ = materialized
     others = tmp_path_factory.mktemp("others")
     write_recipe(others / "wrong", WRONG)
-    ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
+    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(small_recipe), str(others), *ports],
         cwd=elsewhere,
@@ -165,7 +167,7 @@ def test_a_run_started_in_the_web_ui_reuses_everything(servers):
 @pytest.mark.parametrize("command", ["dagster", "dg"])
 def test_the_code_location_has_one_name_whoever_serves_it(command, new_home):
     """Dagster stores stopped schedules and cursors of sensors by that name and their own."""
-    home, port = new_home(), free_port(3000)
+    home, port = new_home(), free_port(0)
     environment = home.environment | {"DAGSTER_HOME": str(home.path), "DO_NOT_TRACK": "1"}
     with open(home.path / "server.log", "wb") as log:
         process = subprocess.Popen(
@@ -219,13 +221,18 @@ def linked(address, asset):
 
 def text_in_browser(page, folder):
     """Return the text of the page after 20 seconds of the browser's own time."""
+    command = [*browser_command(folder), "--timeout=20000", "--virtual-time-budget=20000", "--dump-dom", page]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+
+
+def browser_command(folder):
+    """Return the command of a browser with its profile in `folder`."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "no browser: apt-get install -y chromium"
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --timeout=20000 --virtual-time-budget=20000 --dump-dom"
-    command = [chromium, *flags.split(), f"--user-data-dir={folder}", page]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+    flags += " --disable-component-update --disable-sync"
+    return [chromium, *flags.split(), f"--user-data-dir={folder}"]
 
 
 def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):
@@ -243,20 +250,42 @@ def test_pages_over_a_database_have_the_printed_addresses(tmp_path, monkeypatch)
     started = []
 
     @contextlib.contextmanager
-    def serving(wanted):
+    def serving(wanted, report):
         started.extend(wanted)
         yield
 
-    monkeypatch.setattr(web, "serving", serving)
+    monkeypatch.setattr(web_servers, "serving", serving)
     port = free_port(0)
     runs, models = "postgresql://me:secret@db/runs", "postgresql://me:secret@db/models"
     registry = Registry(runs, tmp_path, models)
-    with web.web_servers(tmp_path, registry, free_port(0), port, print) as (_, mlflow):
-        assert mlflow == f"http://127.0.0.1:{port}"
-    assert started[0].environment == {"PEDIGREE_MLFLOW_UI": f"http://127.0.0.1:{port}"}
+    with dg.instance_for_test() as instance:
+        reference = instance.get_ref()
+    hosts = ["tuning.example.org"]
+    with web_servers.web_servers(tmp_path, reference, registry, (free_port(0), port), hosts, print) as pages:
+        assert pages.mlflow == f"http://127.0.0.1:{port}"
+    mlflow, *dagster = started
+    common = {"PEDIGREE_MLFLOW_UI": pages.mlflow, "PEDIGREE_ALLOWED_HOSTS": "tuning.example.org"}
+    assert [server.name for server in dagster if server.environment.items() >= common.items()] == [
+        "Dagster's code server",
+        "Dagster's daemon",
+        "Dagster's web server",
+    ]
     stores = {"MLFLOW_BACKEND_STORE_URI": runs, "MLFLOW_REGISTRY_STORE_URI": models}
-    assert started[1].environment == stores
+    assert mlflow.environment == {**stores, "PEDIGREE_ALLOWED_HOSTS": "tuning.example.org"}
     assert "secret" not in " ".join(word for server in started for word in server.command)
+
+
+def test_a_server_that_ends_is_started_again_once(tmp_path):
+    """It would end again if it ends soon after that."""
+    command = [sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(7)"]
+    mortal = server_processes.Server("A server", command, "", "", tmp_path / "log", restarts=True)
+    reports: list[str] = []
+    with (
+        pytest.raises(PedigreeError, match=r"A server ended with status 7; its log is \S+/log.*\[server-ended\]$"),
+        server_processes.serving([mortal], reports.append) as processes,
+    ):
+        processes.watch()
+    assert len(reports) == 1 and "status 7" in reports[0]
 
 
 def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
@@ -264,7 +293,8 @@ def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     logs = (tmp_path / "first.log", tmp_path)
     sleepers = [
-        web.Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log) for log in logs
+        server_processes.Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log)
+        for log in logs
     ]
     started = []
 
@@ -272,10 +302,10 @@ def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
         started.append(beginning(server))
         return started[-1]
 
-    beginning = web._start
+    beginning = server_processes._start
     with pytest.MonkeyPatch.context() as patch, pytest.raises(IsADirectoryError):
-        patch.setattr(web, "_start", start)
-        with web.serving(sleepers):
+        patch.setattr(server_processes, "_start", start)
+        with server_processes.serving(sleepers, print):
             pass
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert [process.poll() is None for process in started] == [False]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from model_registry.chat_proxy import BadRequest, translate_request
-from model_registry.proxy_settings import ProxySettings
+from workflows.servers.chat_proxy import BadRequest, translate_request
+from workflows.servers.proxy_settings import ProxySettings
 
 GENERATION = {"eos_token_id": 7, "do_sample": False, "temperature": 0.0, "max_new_tokens": 2048}
 PROXY = ProxySettings("demo", "./model", "http://127.0.0.1:1", "127.0.0.1", 1, GENERATION)

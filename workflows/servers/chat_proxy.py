@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of one model, in front of `transformers serve`: `python -m model_registry.chat_proxy SETTINGS`.
+"""An OpenAI-compatible server of one model, in front of `transformers serve`.
 
 `transformers serve` names a model by its folder, and samples only if the model's own settings enable it. So the proxy rewrites
 requests: a temperature of 0, the default, is greedy, a higher one samples. It also puts the model's name into answers. Neither
@@ -11,22 +11,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from ipaddress import ip_address
 from typing import Any
 
 import httpx2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from model_registry.proxy_settings import ProxySettings
+from workflows.servers.proxy_settings import ProxySettings
+from workflows.servers.same_origin import SameOriginOnly, is_loopback
 
 _DATA = "data: "
-_LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
 class BadRequest(Exception):
@@ -56,7 +54,7 @@ def application(proxy: ProxySettings) -> Starlette:
             Route("/v1/chat/completions", completions, methods=["POST"]),
             Route("/health", health),
         ],
-        middleware=_known_hosts(proxy.host),
+        middleware=[Middleware(SameOriginOnly, hosts=[proxy.host], any_host=not is_loopback(proxy.host))],
         exception_handlers={BadRequest: _error_response},
         lifespan=_lifespan(proxy.upstream),
     )
@@ -165,20 +163,6 @@ async def _error_response(_: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, BadRequest) else 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": status}}, status)
-
-
-def _known_hosts(host: str) -> list[Middleware]:
-    """On loopback, refuse requests for other host names: a web page could point its own name here."""
-    if not _is_loopback(host):
-        return []
-    return [Middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK_NAMES, host], www_redirect=False)]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManager[dict[str, Any]]]:
