@@ -26,10 +26,10 @@ from training.contract.errors import CorruptArtifact
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint_of_stream
 from training.contract.identity.safetensors_file import map_tensors
 from training.contract.store.manifest import read_error, verify_contents
+from training.contract.store.shard_cache import Keys, key_prefixes
 from training.contract.store.store import Artifact
 from training.contract.system.atomic_io import write_error
 
-Keys = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int32]
 TokenLogProbs = npt.NDArray[np.float32]
@@ -48,11 +48,6 @@ class LogprobShard:
 
     def __len__(self) -> int:
         return len(self.counts_S)
-
-    @property
-    def age(self) -> tuple[str, str]:
-        """The sort key of shards: the second of creation, then the fingerprint."""
-        return self.artifact.manifest.created, self.artifact.fingerprint
 
     def token_logprobs(self, row: int) -> TokenLogProbs:
         """Return float32[count], the log-probs of the response tokens of one row. Raises CorruptArtifact."""
@@ -89,11 +84,6 @@ def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens
     except SafetensorError as error:
         raise write_error("write a shard", folder, error) from error
     return fingerprint_of_stream(kind, (array.tobytes() for array in (*index.values(), *tokens.values())))
-
-
-def key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of each key as a big-endian number: sorting by it sorts the keys, almost always uniquely."""
-    return np.ascontiguousarray(keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
 def _sort_by_prefix(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[Keys, Counts, TokenLogProbs]:
