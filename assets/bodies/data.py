@@ -109,6 +109,7 @@ def tokenized_pairs(context: AssetContext) -> dg.MaterializeResult:
         "dagster/row_count": details["counts"]["pairs"],
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
         "dropped_reasons": table(dropped, ("reason", "pairs")),
+        **{name: details[name] for name in ("tokenized", "cached_rows", "cache_bytes") if name in details},
         "lengths": context.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
         "examples": rendered_pairs(details["examples"]),
     }

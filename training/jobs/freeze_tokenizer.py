@@ -5,7 +5,9 @@ without a clock. Otherwise the tokens of two days would differ under one fingerp
 """
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import JobResult
+from training.contract.system.child_process import MemoryExceeded, run_in_child
 from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected, probe
 from training.data.templates.template_probe import Conversation, left_out, marked
 from training.data.templates.template_warnings import end_of_turn, template_notes, template_tokens
@@ -38,21 +41,27 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     events.phase("checking the chat template")
     with blaming(job, "chat_template"):
         template = read_template(job, tokenizer)
-        check_template(
-            template, job.settings["train_on"], job.locations["chat_template"] or "the tokenizer's chat template"
-        )
+        name = job.locations["chat_template"] or "the tokenizer's chat template"
+        try:
+            found = run_in_child(partial(_try_out, template, tokenizer, job.settings["train_on"], name))
+        except MemoryExceeded as error:
+            raise TemplateError(
+                f"{name} needs {error} for a short conversation; shorten its loops, or set `tokenization.chat_template` to "
+                "another .jinja file",
+                "template-limit",
+            ) from error
     spec = {
         **{name: job.settings[name] for name in _SPEC_FIELDS},
         "template_kwargs": template.template_kwargs,
         "date": template.date,
         "template": template.text,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        "template_fingerprint": template.fingerprint(),
+        "template_fingerprint": found.fingerprint,
         "special_ids": special_ids(tokenizer),
-        "end_of_turn": end_of_turn(tokenizer, template),
+        "end_of_turn": found.end_of_turn,
         "vocabulary": len(tokenizer),
     }
-    notes = [*([difference] if difference else []), *template_notes(tokenizer, template, job.settings["train_on"])]
+    notes = [*([difference] if difference else []), *found.notes]
     for note in notes:
         events.note(note)
     _write(job.staging, tokenizer, spec)
@@ -60,9 +69,29 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     recipe_details = {
         "files": job.settings["files"],
         "notes": notes,
-        "template_tokens": template_tokens(tokenizer, template),
+        "template_tokens": found.tokens,
     }
     return JobResult(fingerprint("tokenization_spec", identity), spec | recipe_details)
+
+
+@dataclass(frozen=True)
+class _TriedOut:
+    """The properties of a template that rendering shows."""
+
+    fingerprint: str
+    end_of_turn: dict[str, int]
+    notes: list[str]
+    tokens: dict[str, int]
+
+
+def _try_out(template: ChatTemplate, tokenizer: PreTrainedTokenizerFast, train_on: str, name: str) -> _TriedOut:
+    check_template(template, train_on, name)
+    return _TriedOut(
+        template.fingerprint(),
+        end_of_turn(tokenizer, template),
+        list(template_notes(tokenizer, template, train_on)),
+        template_tokens(tokenizer, template),
+    )
 
 
 def check_template(template: ChatTemplate, train_on: str, name: str) -> None:

@@ -3,6 +3,10 @@
     pairs.arrow       the pairs (training/data/tokenization/pair_dataset.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
+1. Find the rows that the token cache lacks. Tokenize them into the cache, on all cores. A killed job loses the rows of the last
+   half minute.
+2. Read all rows from the cache, in order, and write the pairs. New rows take the same path as old ones.
+
 The fingerprint covers rows, splits, ids, masks, prompt lengths, and the token that ends a sampled answer. So an edit of
 template or data does not change later artifacts if it changes no token. Derivations with the same tokens share the files, but
 not the details: each has its own counts and reasons of dropped rows.
@@ -10,7 +14,7 @@ not the details: each has its own counts and reasons of dropped rows.
 
 import hashlib
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,32 +22,27 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
-from training.contract.identity.fingerprint import (
-    canonical_json,
-    fingerprint_of_stream,
-    sequence_key,
-    short,
-    value_digest,
-)
+from training.contract.identity.fingerprint import canonical_json, fingerprint_of_stream, short
+from training.contract.identity.software import SOFTWARE
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
-from training.contract.store.store import JobResult
+from training.contract.store.store import JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER, read_spec
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint
+from training.data.tokenization.cached_tokens import CachedTokens
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenization.retokenize import made_before
-from training.data.tokenization.tokenize_pair import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
-from training.data.tokenization.tokenizer_pool import Outcomes, Rows, encode_batches
+from training.data.tokenization.token_rows import pair_lines, token_cache, token_rule
+from training.data.tokenization.tokenize_pair import DropReason, OverLength, PairEncoder
 from training.distributed import Group
 
-_BATCH_ROWS = 256
 _BINS = 24
 _PERCENTILES = (50, 90, 95, 99, 100)
 _BY_TEMPLATE = (DropReason.TEMPLATE, DropReason.LEFT_OUT, DropReason.PREFIX, DropReason.EMPTY_PROMPT)
@@ -74,70 +73,102 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
     if (known := made_before(job, encoder, events)) is not None:
         return known
+    rule = token_rule(spec, job.code_version, job.settings.get(SOFTWARE, {}))
+    cache = token_cache(rule, store=Store(job.store), note=events.note)
+    tokens = CachedTokens(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, encoder, cache, events)
     events.phase("tokenizing")
-    _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
+    tokens.fill(tally.check_length)
+    events.phase("writing the pairs")
+    _write(tokens, job.staging, tally, events)
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.check_not_empty()
     pairs = Pairs.open(job.staging)
     details = {**tally.details(), **_length_statistics(pairs), "largest_token": pairs.largest_token}
+    details |= {
+        "tokenized": tokens.tokenized,
+        "cached_rows": tokens.cached,
+        "cache_bytes": cache.bytes(),
+        "token_rule": rule,
+    }
     for reason, count in tally.reasons.most_common():
-        events.note(f"{count} pairs dropped: {reason.value}, the first: {tally.first(reason)}")
-    details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
+        events.note(f"{count} pairs dropped: {reason}, the first: {tally.first(reason)}")
+    details["examples"] = [_example(tokenizer, pairs, position) for position in range(min(_EXAMPLES, len(pairs)))]
     end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
-    return JobResult(fingerprint_of_stream("tokenized_pairs", [end, *tally.digests]), details)
+    return JobResult(fingerprint_of_stream("tokenized_pairs", [end, *_digests(pairs)]), details)
+
+
+@dataclass
+class _PromptSplits:
+    """Finds prompts that are in both splits. It holds 17 bytes for each pair."""
+
+    _keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    _rows: list[NDArray[np.int64]] = field(default_factory=list)
+    _in_train: list[NDArray[np.bool_]] = field(default_factory=list)
+
+    def add(self, lines: pa.RecordBatch, prompt_keys: pa.ChunkedArray) -> None:
+        keys = b"".join(key[:8] for key in prompt_keys.to_pylist())
+        self._keys.append(np.frombuffer(keys, np.uint64))
+        self._rows.append(lines.column("row").to_numpy())
+        self._in_train.append(np.array([split == "train" for split in lines.column("split").to_pylist()], np.bool_))
+
+    def shared(self) -> list[tuple[int, int]]:
+        """Return the first row in train and in validation of each such prompt, ascending."""
+        if not self._keys:
+            return []
+        keys, rows, in_train = np.concatenate(self._keys), np.concatenate(self._rows), np.concatenate(self._in_train)
+        train, train_rows = _first_rows(keys[in_train], rows[in_train])
+        validation, validation_rows = _first_rows(keys[~in_train], rows[~in_train])
+        _, at_train, at_validation = np.intersect1d(train, validation, assume_unique=True, return_indices=True)
+        return sorted(zip(train_rows[at_train].tolist(), validation_rows[at_validation].tolist(), strict=True))
+
+
+def _first_rows(keys: NDArray[np.uint64], rows: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return the distinct keys and the first row of each."""
+    distinct, first = np.unique(keys, return_index=True)
+    return distinct, rows[first]
 
 
 @dataclass
 class _Tally:
-    """Counts, digests and examples of the rows so far. `template` is the place of the chat template in the recipe."""
+    """Counts and examples of the rows so far. `template` is the place of the chat template in the recipe."""
 
     over_length: OverLength
     template: str
-    digests: list[bytes] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[DropReason] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    first_drops: dict[str, str] = field(default_factory=dict)  # by reason: row and detail
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    prompts: dict[str, dict[bytes, int]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )  # by split and digest, the first row of each prompt
-    examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
+    prompts: _PromptSplits = field(default_factory=_PromptSplits)
 
-    def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
-        """Count a pair and return its line of the file."""
-        line = _build_line(row, pair)
-        head = canonical_json([row["row"], row["split"], len(pair.prompt)])
-        self.digests.append(hashlib.sha256(head + line["chosen_key"] + line["rejected_key"]).digest())
-        self.splits[row["split"]] += 1
-        self.tokens.update(
-            prompt=len(pair.prompt),
-            chosen=len(pair.chosen.ids),
-            rejected=len(pair.rejected.ids),
-            trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
-        )
-        self.prompts[row["split"]].setdefault(value_digest(pair.prompt), row["row"])
-        if len(self.examples) < _EXAMPLES:
-            self.examples.append((row["row"], pair))
-        return line
+    def keep(self, lines: pa.RecordBatch, tokens: pa.Table) -> None:
+        """Count pairs: their lines in the file and their rows in the cache."""
+        self.splits.update(lines.column("split").to_pylist())
+        lengths = {name: _sum(pc.list_value_length(tokens.column(name))) for name in ("prompt", *SIDES)}
+        trained = sum(_sum(pc.list_flatten(tokens.column(f"{side}_mask"))) for side in SIDES)
+        self.tokens.update(lengths | {"trained": trained})
+        self.prompts.add(lines, tokens.column("prompt_key"))
 
-    def drop(self, row: SourceRow, dropped: Dropped, encoder: PairEncoder) -> None:
-        """Count a dropped row. Raises DataError for a row that is too long if `over_length` is `error`."""
-        if dropped.reason is DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
+    def check_length(self, row: SourceRow, reason: str, detail: str) -> None:
+        """Raise DataError for a row that is too long if `over_length` is `error`."""
+        if reason == DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
             raise DataError(
                 f"`tokenization.over_length: error`: row {row['row']} ({row['source']}, line {row['line']}) has "
-                f"{dropped.detail}; raise `tokenization.max_length`, or set `over_length` to drop, truncate_prompt or "
+                f"{detail}; raise `tokenization.max_length`, or set `over_length` to drop, truncate_prompt or "
                 "truncate_response",
                 "pair-too-long",
             )
-        self.reasons[dropped.reason] += 1
-        detail, is_first = dropped.detail, self.reasons[dropped.reason] == 1
-        if dropped.reason is DropReason.PREFIX and is_first and (switch := encoder.remedy(row)):
-            detail += f"; with `{switch}` in `tokenization.template_kwargs` they agree"
-        self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": detail})
+
+    def drop(self, number: int, reason: str, detail: str) -> None:
+        """Count a dropped row."""
+        self.reasons[reason] += 1
+        self.first_drops.setdefault(reason, f"row {number}, {detail}")
+        if len(self.dropped) < _DROPPED_EXAMPLES:
+            self.dropped.append({"row": number, "reason": reason, "detail": detail})
 
     def check_not_empty(self) -> None:
         """Raise DataError if no pair was kept."""
-        if self.digests:
+        if self.splits:
             return
         first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
         by_template = first["reason"] in _BY_TEMPLATE
@@ -148,14 +179,13 @@ class _Tally:
         )
 
     def details(self) -> dict[str, Any]:
-        train, validation = self.prompts["train"], self.prompts["validation"]
-        shared = sorted((train[prompt], validation[prompt]) for prompt in train.keys() & validation.keys())
-        counts = {"pairs": len(self.digests), "train": self.splits["train"], "validation": self.splits["validation"]}
+        shared = self.prompts.shared()
+        counts = {"pairs": self.splits.total(), "train": self.splits["train"], "validation": self.splits["validation"]}
         tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
         return {
-            "counts": {**counts, "dropped": len(self.dropped), **tokens},
-            "reasons": {reason.value: count for reason, count in self.reasons.most_common()},
-            "dropped_examples": self.dropped[:_DROPPED_EXAMPLES],
+            "counts": {**counts, "dropped": self.reasons.total(), **tokens},
+            "reasons": dict(self.reasons.most_common()),
+            "dropped_examples": self.dropped,
             "empty_masks": self.reasons[DropReason.EMPTY_MASK],
             "prefix_violations": self.reasons[DropReason.PREFIX],
             "first_prefix_violation": self.first(DropReason.PREFIX),
@@ -165,41 +195,41 @@ class _Tally:
             "first_shared_prompt": "row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
         }
 
-    def first(self, *reasons: DropReason) -> str:
+    def first(self, *reasons: str) -> str:
         """Return row and detail of the first pair that was dropped for one of these reasons, or ""."""
-        drops = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
+        drops = (text for reason, text in self.first_drops.items() if reason in reasons)
         return next(drops, "")
 
 
-def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, events: EventWriter) -> None:
-    with (
-        pq.ParquetFile(source) as file,
-        pa.OSFile(str(folder / PAIRS_FILE), "wb") as sink,
-        pa.ipc.new_stream(sink, PAIRS_SCHEMA) as stream,
-    ):
-        count = file.metadata.num_rows
-        progress = Progress(events, count, "pairs")
-        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=_BATCH_ROWS))
-        for rows, outcomes in encode_batches(encoder, batches, count):
-            lines = list(_kept_lines(rows, outcomes, encoder, tally))
-            stream.write_batch(pa.RecordBatch.from_pylist(lines, PAIRS_SCHEMA))
-            progress.advance(len(rows))
+def _write(tokens: CachedTokens, folder: Path, tally: _Tally, events: EventWriter) -> None:
+    progress = Progress(events, len(tokens), "pairs")
+    with pa.OSFile(str(folder / PAIRS_FILE), "wb") as sink, pa.ipc.new_stream(sink, PAIRS_SCHEMA) as stream:
+        for group, table in tokens.groups():
+            is_kept = pc.is_null(table.column("reason"))
+            for row, token_row in zip(
+                group.filter(pc.invert(is_kept)).to_pylist(), table.filter(pc.invert(is_kept)).to_pylist(), strict=True
+            ):
+                reason, detail = token_row["reason"], token_row["detail"]
+                tally.check_length(row, reason, detail)
+                if reason == DropReason.PREFIX and not tally.reasons[reason]:
+                    detail += tokens.remedy(row["row"])
+                tally.drop(row["row"], reason, detail)
+            kept, kept_rows = table.filter(is_kept), group.filter(is_kept)
+            lines = pair_lines(kept, kept_rows.column("row"), kept_rows.column("split"))
+            tally.keep(lines, kept)
+            stream.write_batch(lines)
+            progress.advance(len(group))
 
 
-def _kept_lines(rows: Rows, outcomes: Outcomes, encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
-    for row, outcome in zip(rows, outcomes, strict=True):
-        if isinstance(outcome, Dropped):
-            tally.drop(row, outcome, encoder)
-        else:
-            yield tally.keep(row, outcome)
+def _sum(values: pa.ChunkedArray) -> int:
+    return pc.sum(values).as_py() or 0
 
 
-def _build_line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
-    line: dict[str, Any] = {"row": row["row"], "split": row["split"], "prompt_length": len(pair.prompt)}
-    for side, response in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
-        ids, mask = pair.ids(response), pair.mask(response)
-        line |= {f"{side}_ids": ids, f"{side}_mask": mask, f"{side}_key": sequence_key(ids, mask)}
-    return line
+def _digests(pairs: Pairs) -> Iterator[bytes]:
+    """Yield the digest of each pair: row, split, length of the prompt, and both sequences."""
+    for batch in pairs.batches("row", "split", "prompt_length", *(f"{side}_key" for side in SIDES)):
+        for row, split, length, *keys in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield hashlib.sha256(b'[%d,"%s",%d]' % (row, split.encode(), length) + b"".join(keys)).digest()
 
 
 def _length_statistics(pairs: Pairs) -> dict[str, Any]:
@@ -217,7 +247,9 @@ def _percentiles(lengths: NDArray[np.integer[Any]]) -> dict[str, float]:
     return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, values, strict=True)}
 
 
-def _example(tokenizer: PreTrainedTokenizerFast, row: int, pair: EncodedPair) -> dict[str, Any]:
+def _example(tokenizer: PreTrainedTokenizerFast, pairs: Pairs, position: int) -> dict[str, Any]:
     """Return the tokens of a pair as text, control tokens included."""
-    parts = {"prompt": pair.prompt, "chosen": pair.chosen.ids, "rejected": pair.rejected.ids}
-    return {"row": row, **{name: tokenizer.decode(ids)[:_EXAMPLE_CHARACTERS] for name, ids in parts.items()}}
+    parts = {"prompt": pairs.prompt_ids(position)}
+    parts |= {side: pairs.response_ids(position, side) for side in SIDES}
+    texts = {name: tokenizer.decode(ids)[:_EXAMPLE_CHARACTERS] for name, ids in parts.items()}
+    return {"row": int(pairs.rows[position]), **texts}

@@ -214,7 +214,8 @@ def collection(console: Console, found: GcReport) -> None:
 
 
 def _short_kind(kind: str) -> str:
-    return f"memo/{short(kind.removeprefix('memo/'))}" if kind.startswith("memo/") else kind
+    name, _, rule = kind.partition("/")
+    return f"{name}/{short(rule)}" if rule else kind
 
 
 def _count(count: int | None) -> str:

@@ -10,7 +10,8 @@ A job in progress refers to its key, because it holds the lock.
 
 An unfinished run refers to every artifact that was made or used since it began, because Dagster may not have recorded it yet.
 
-The log-prob cache of a kept model is kept whole, as it makes scoring cheap. An interrupted job keeps its folder as long as it
+The log-prob cache of a kept model is kept whole, as it makes scoring cheap. A shard of the token cache is kept if at least half
+of its rows are in kept preferences. An interrupted job keeps its folder as long as it
 has checkpoints, and an unreadable job keeps it for a day. Downloaded versions stay if an alias points at them, and all stay
 while a run is unfinished.
 
@@ -30,7 +31,6 @@ from datetime import datetime
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import get_args
 
 import dagster as dg
 from pydantic import ValidationError
@@ -42,19 +42,17 @@ from assets.lineage.history import Materialization, latest_of, made_in
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
 from model_registry.model_version import MERGED
-from training.contract.config.recipe import Dtype
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.protocol.job import Job
-from training.contract.store.logprob_cache import scoring_rule
 from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.store.staging import lock_beside
 from training.contract.system.locks import holding, is_held
+from workflows.commands.gc_caches import CACHES, KeptCaches
 
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
-_LOGPROB_CACHE = "memo/"
 _UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, *BEGUN])
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
@@ -111,7 +109,7 @@ class GarbageCollector:
     def garbage(self) -> Iterator[GarbageItem]:
         kept = self.kept  # first, as it raises if references are unknown
         for kind, name in self._used:
-            if (kind, name) not in kept and kind.removeprefix(_LOGPROB_CACHE) not in self._kept_rules:
+            if (kind, name) not in kept and not self._caches.keep(kind, name):
                 yield _garbage_item(kind, self._store.folder(kind, name))
         yield from (_garbage_item("job", folder) for folder in self._jobs if self._is_finished(folder))
         yield from (
@@ -157,7 +155,7 @@ class GarbageCollector:
         return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
 
     def _artifacts(self) -> Iterator[Reference]:
-        rules = [f"{_LOGPROB_CACHE}{rule.name}" for rule in _folders(self._store.root / "memo")]
+        rules = [f"{cache}/{rule.name}" for cache in CACHES for rule in _folders(self._store.root / cache)]
         yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
 
     def _registered(self) -> Iterator[Reference]:
@@ -208,12 +206,8 @@ class GarbageCollector:
             yield from (reference for reference, used in self._used.items() if used is not None and used >= begin_ns)
 
     @cached_property
-    def _kept_rules(self) -> set[str]:
-        """The scoring rules of all kept models and of kept tables."""
-        models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
-        rules = {scoring_rule(model, dtype) for model in models for dtype in get_args(Dtype)}
-        tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
-        return rules | {str(table.details["rule"]) for table in tables if table is not None}
+    def _caches(self) -> KeptCaches:
+        return KeptCaches(self._store, self.kept, self._keys)
 
     def _manifest(self, kind: str, fingerprint: str) -> Manifest | None:
         try:

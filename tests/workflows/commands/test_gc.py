@@ -1,6 +1,7 @@
 """Garbage collection of unreferenced things, and the effects of a rollback."""
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -11,6 +12,8 @@ from logging import getLogger
 import dagster as dg
 import mlflow
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from assets.execution.materialize import publish_resolved
@@ -24,6 +27,7 @@ from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.job import Input, Job
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import Derivation, Source
+from training.contract.store.row_cache import RowCache, keys_of
 from training.contract.store.store import JobResult
 from training.contract.system.locks import holding
 from workflows.commands.gc import GarbageCollector, collect
@@ -392,3 +396,23 @@ def test_a_version_that_was_rolled_back_is_not_promoted_again(checkout, monkeypa
     assert client.get_model_version("small", "1").tags[ROLLED_BACK_TAG] == "true"
     [released] = [asset for asset in report.assets if asset.asset == "released_model"]
     assert released.outcome == "reused"
+
+
+def test_gc_keeps_shards_of_tokens_of_which_half_are_in_use(checkout):
+    store = checkout.services.store
+    [rule] = [folder.name for folder in (store.root / "tokens").iterdir()]
+    [in_use] = store.fingerprints(f"tokens/{rule}")
+    cache = RowCache(store, rule, name="tokens", schema=(schema := pa.schema([("n", pa.int64())])))
+    rows = pq.read_table(next(store.root.glob("raw_preferences/*/preferences.parquet")))["identity"].to_pylist()
+    others = ["f" * 31 + digit for digit in "0123"]
+
+    def add(identities, rule=rule):
+        batch = pa.RecordBatch.from_pydict({"n": list(range(len(identities)))}, schema)
+        return dataclasses.replace(cache, rule=rule).add(keys_of(identities), [batch]).fingerprint
+
+    half, less, unused = add([*rows[:3], *others[:3]]), add([*rows[:3], *others]), add(rows[:2], rule="e" * 64)
+    assert named(checkout, f"tokens/{rule}") == [less] and named(checkout, f"tokens/{'e' * 64}") == [unused]
+    collect(checkout.services, checkout.instance, delete=True)
+    assert store.fingerprints(f"tokens/{rule}") == sorted([in_use, half]) and not store.fingerprints(
+        f"tokens/{'e' * 64}"
+    )

@@ -22,6 +22,7 @@ from tests.workflows.homes import check_values
 from tests.workflows.in_process import PAIRS, Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.protocol.events import Event
+from training.data.tokenization.tokenize_pair import PairEncoder
 from workflows.commands.plan import plan
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
@@ -60,17 +61,13 @@ def other_ids(sandbox: Sandbox, word: str) -> None:
     """Give a tokenizer of a new release: the last token of `word` has another id."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sandbox.base)
     old = tokenizer(word, add_special_tokens=False)["input_ids"][-1]
-    new, call = tokenizer.convert_tokens_to_ids("Q"), PreTrainedTokenizerFast.__call__
+    new, tokenize = tokenizer.convert_tokens_to_ids("Q"), PairEncoder._tokenize
 
-    def changed(self: PreTrainedTokenizerFast, *args: Any, **kwargs: Any) -> Any:
-        encoded = call(self, *args, **kwargs)
-        ids = encoded["input_ids"]
-        each = ids if ids and isinstance(ids[0], list) else [ids]
-        for found in each:
-            found[:] = [new if id_ == old else id_ for id_ in found]
-        return encoded
+    def changed(self: PairEncoder, texts: Any) -> Iterator[Any]:
+        for tokens in tokenize(self, texts):
+            yield replace(tokens, ids=[new if id_ == old else id_ for id_ in tokens.ids])
 
-    sandbox.patch.setattr(PreTrainedTokenizerFast, "__call__", changed)
+    sandbox.patch.setattr(PairEncoder, "_tokenize", changed)
     software("tokenizers")(sandbox)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ def canonical_json(value: Any) -> bytes:
     Raises ValueError for NaN and infinity, TypeError for types unknown to JSON.
     """
     return _CANONICAL.encode(value).encode()
+
+
+def canonical_object(fields: Mapping[str, bytes]) -> bytes:
+    """Return the canonical JSON of an object from that of its values. The names need no escapes."""
+    return b"{%s}" % b",".join(b'"%s":%s' % (name.encode(), fields[name]) for name in sorted(fields))
 
 
 def check_text(path: Path, kind: type[UsageError] = UsageError) -> None:
@@ -66,9 +71,14 @@ def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
 def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
     """Return the key of a sequence, `KEY_BYTES` long: the digest of its token ids and mask."""
     assert len(ids) == len(mask), f"{len(ids)} ids and {len(mask)} mask entries"
-    digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, "sequence", len(ids)]))
-    digest.update(struct.pack(f"<{len(ids)}i", *ids))
-    digest.update(bytes(mask))
+    return sequence_key_of_parts(len(ids), struct.pack(f"<{len(ids)}i", *ids), bytes(mask))
+
+
+def sequence_key_of_parts(length: int, *parts: bytes | memoryview) -> bytes:
+    """Return the key of a sequence of `length` tokens. Parts hold ids (little-endian int32), then mask (bytes)."""
+    digest = hashlib.sha256(b'[%d,"sequence",%d]' % (SCHEMA_VERSION, length))
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 

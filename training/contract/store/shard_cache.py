@@ -1,12 +1,12 @@
 """Caches of values by key, in immutable shards: the index and the handling of shards that all caches share.
 
 A cache is the set of artifacts of one kind, `<name>/<rule>`. The *rule* is the fingerprint of all that the values depend on,
-except their keys. Any number of processes may add shards at once. If several shards hold a key, the oldest wins, so a recomputed
-artifact has the same bits. A corrupt shard is set aside with a note, and its keys count as missing: a lost cache costs time, a
-wrong one would cost a model.
+except their keys. Any number of processes may add shards at once. If several shards hold a key, the oldest wins, so a
+recomputed artifact has the same bits. A corrupt shard is set aside with a note, and its keys count as missing: a lost cache
+costs time, a wrong one would cost a model.
 
-A process hashes each shard's index once; later lookups open new shards only. Memory use is 16 bytes per key: the first 8 bytes
-of it, sorted, and its row. Keys stay memory-mapped. Shards are never merged: the only cost of a small shard is opening it once.
+A process hashes each shard's index once; later lookups open new shards only. Memory use is 16 bytes per key: its first 8 bytes,
+sorted, and its row. Keys stay memory-mapped. Shards are never merged: the only cost of a small shard is opening it once.
 
 Legend: S keys of a shard, Q requested keys, R requested keys without an answer yet, K bytes of a key.
 """
@@ -113,6 +113,11 @@ class ShardCache(Generic[AnyShard]):
     def open_shard(self, artifact: Artifact) -> AnyShard:
         """Open the shard in `artifact` and verify its index. Raises CorruptArtifact."""
         raise NotImplementedError
+
+    def bytes(self) -> int:
+        """Return the size of all shards."""
+        self._refresh()
+        return sum(entry.bytes for shard in self._shards.values() for entry in shard.artifact.manifest.files.values())
 
     def computed_by_other_software(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
         """Return bool[Q]: whether other software, or another device, computed the value of each key."""

@@ -187,7 +187,9 @@ def _is_empty(turn: Message) -> bool:
 def _message(item: Any, path: str, style: MessageStyle) -> Message:
     if not isinstance(item, Mapping):
         raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` is {type(item).__name__}, expected a message")
-    check_supported(item, _UNSUPPORTED_FIELDS, path)
+    is_plain = item.keys() == {style.role, style.content}
+    if not is_plain:
+        check_supported(item, _UNSUPPORTED_FIELDS, path)
     speaker = text_of(item, style.role, f"{path}.")
     if speaker not in style.roles:
         raise Quarantined(
@@ -196,7 +198,7 @@ def _message(item: Any, path: str, style: MessageStyle) -> Message:
             f"{', '.join(_ROLES)} in `roles` of the source, as in `roles: {{{speaker[:40]!r}: user}}`",
         )
     role = style.roles[speaker]
-    extras = _extra_fields(item, path, role)
+    extras = {} if is_plain else _extra_fields(item, path, role)
     if speaker == style.calling:
         check_supported(item, ("tool_calls",), path)
         text = text_of(item, style.content, f"{path}.")

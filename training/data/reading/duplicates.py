@@ -3,9 +3,8 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from training.contract.identity.fingerprint import value_digest
+from training.contract.identity.fingerprint import canonical_object
 
 _SIDES = ("chosen", "rejected")
 _IDENTITY_BYTES = 16
@@ -22,9 +21,10 @@ class PairIdentity:
     opposite: bytes
 
     @classmethod
-    def of(cls, turns: Mapping[str, Any]) -> "PairIdentity":
-        shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
-        chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
+    def of(cls, parts: Mapping[str, bytes]) -> "PairIdentity":
+        """Return the identity of a pair from the canonical JSON of its parts."""
+        rest = canonical_object({part: value for part, value in parts.items() if part not in _SIDES})
+        shared, chosen, rejected = (hashlib.sha256(text).digest() for text in (rest, *(parts[side] for side in _SIDES)))
         return cls(_identity(shared, chosen, rejected), _identity(shared, rejected, chosen))
 
 

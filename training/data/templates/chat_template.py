@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint
 from training.data.formats.messages import Message, message
+from training.data.templates.render_limits import CHARACTERS, LimitExceeded, check_length, start_timer, stop_timer
 
 CLOCK = "strftime_now"
 _OPENING_MARK, _CLOSING_MARK = "opening-probe", "closing-probe"
@@ -79,7 +80,14 @@ class ChatTemplate:
         self.marks_turns = _GENERATION.search(self.text) is not None
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
         self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
-        self._in_parts = not self._writes_content(in_parts=False) and self._writes_content(in_parts=True)
+        self._content_in_parts: bool | None = None
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether the template writes only content that is a list of parts. The first rendering tries both."""
+        if self._content_in_parts is None:
+            self._content_in_parts = not self._writes_content(in_parts=False) and self._writes_content(in_parts=True)
+        return self._content_in_parts
 
     def render(
         self,
@@ -89,27 +97,43 @@ class ChatTemplate:
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Return the conversation's text and its spans inside {% generation %}. Raises ConversationRejected.
+        """Return the conversation's text and its spans inside {% generation %}.
 
-        `template_kwargs` of the conversation override the template's own.
+        `template_kwargs` of the conversation override the template's own. Raises ConversationRejected, TemplateError if the
+        template exceeds a limit of render_limits.py, and MemoryError.
         """
         names = {**self._names, **(template_kwargs or {}), **({} if clock else {CLOCK: None})}
         names |= {"tools": tools} if tools else {}
+        conversation = [_in_parts(turn) for turn in turns] if self._in_parts else list(turns)
         try:
-            texts, spans = render_jinja_template(
-                [[_in_parts(turn) for turn in turns] if self._in_parts else list(turns)],
-                chat_template=self._clock + self.text,
-                return_assistant_tokens_mask=self.marks_turns,
-                add_generation_prompt=generation_prompt,
-                **names,
-            )
+            start_timer()
+            try:
+                texts, spans = render_jinja_template(
+                    [conversation],
+                    chat_template=self._clock + self.text,
+                    return_assistant_tokens_mask=self.marks_turns,
+                    add_generation_prompt=generation_prompt,
+                    **names,
+                )
+            finally:
+                stop_timer()
+            if len(texts[0]) > CHARACTERS:
+                check_length(texts[0], sum(len(value) for turn in turns for value in turn.values() if value))
+        except MemoryError:
+            raise
+        except LimitExceeded as error:
+            raise TemplateError(
+                f"the chat template {error} (a conversation of {len(turns)} messages); shorten its loops, or set "
+                "`tokenization.chat_template` to another .jinja file",
+                "template-limit",
+            ) from error
         except Exception as error:  # a template is a program and may raise anything
             raise ConversationRejected(self._reason(error), self._clock.count("\n")) from error
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
 
     def _writes_content(self, in_parts: bool) -> bool:
         """Return whether the text has the content of user and assistant, and not as a printed list of parts."""
-        self._in_parts = in_parts
+        self._content_in_parts = in_parts
         turns = (message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK))
         try:
             folded = self.render(turns, clock=True)["text"].casefold()

@@ -17,6 +17,7 @@ from typing import Any
 from training.data.formats.tools import Item, function_of, with_function
 
 Shape = tuple[int | tuple[str, bool], ...]
+_PLAIN_FIELDS = {"role", "content"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Conversation:
     @property
     def shape(self) -> Shape | None:
         """The key of conversations of plain text that a template treats alike; None for other conversations."""
-        texts = all(turn.keys() == {"role", "content"} for turn in self.turns)
-        is_plain = texts and not self.tools and not self.template_kwargs
-        return (self.answer, *((turn["role"], _has_text(turn)) for turn in self.turns)) if is_plain else None
+        if self.tools or self.template_kwargs or not all(turn.keys() == _PLAIN_FIELDS for turn in self.turns):
+            return None
+        return (self.answer, *[(turn["role"], _has_text(turn)) for turn in self.turns])
 
     @property
     def response_texts(self) -> list[str]:
@@ -52,16 +53,15 @@ class MarkedConversation:
     result_marks: dict[str, str]
 
 
-def conversation_of(pair: Mapping[str, Any], side: str | None) -> Conversation:
-    """Return the prompt of a row of `raw_preferences` with the response of `side`, with JSON text parsed and nulls removed."""
-    response = pair[side] if side else ()
+def conversations_of(pair: Mapping[str, Any]) -> list[Conversation]:
+    """Return the prompt of a row of `raw_preferences` alone, with the chosen and with the rejected response.
+
+    JSON text is parsed, and nulls are removed.
+    """
     tools, template_kwargs = pair.get("tools"), pair.get("chat_template_kwargs")
-    return Conversation(
-        [_parse_turn(turn) for turn in (*pair["prompt"], *response)],
-        len(response),
-        json.loads(tools) if tools else None,
-        json.loads(template_kwargs) if template_kwargs else {},
-    )
+    parsed = json.loads(tools) if tools else None, json.loads(template_kwargs) if template_kwargs else {}
+    prompt, *responses = ([_parse_turn(turn) for turn in pair[part]] for part in ("prompt", "chosen", "rejected"))
+    return [Conversation([*prompt, *response], len(response), *parsed) for response in ([], *responses)]
 
 
 def marked(conversation: Conversation, in_ids: bool) -> MarkedConversation:

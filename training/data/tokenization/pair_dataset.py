@@ -11,6 +11,7 @@ The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it t
 columns with one number per pair are read completely.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -98,6 +99,10 @@ class Pairs:
                 "the embeddings of the model and save it again, or use the tokenizer that the model was trained with",
                 "token-outside-vocabulary",
             )
+
+    def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
+        """Yield these columns of all pairs, some pairs at a time."""
+        yield from self._table.select(columns).to_batches()
 
     def indices(self, split: str) -> NDArray[np.int64]:
         """Return the positions of the pairs in a split, ascending."""

@@ -18,7 +18,8 @@ from training.contract.protocol.job import Job
 from training.contract.store.store import Artifact, JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
-from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, PairEncoder
+from training.data.tokenization.tokenize_pair import PairEncoder
+from training.data.tokenization.tokenizer_pool import encode_batches
 
 _DROPPED = 8
 
@@ -52,22 +53,20 @@ def _compare_sample(job: Job, encoder: PairEncoder, earlier: Artifact) -> tuple[
     positions = {int(pairs.rows[at]): at for at in _sample_positions(pairs)}
     dropped = {drop["row"] for drop in earlier.details["dropped_examples"][:_DROPPED]}
     rows = list(_rows(job, {*positions, *dropped}))
-    for row, outcome in zip(rows, encoder.encode(rows), strict=True):
-        number, origin = row["row"], f"row {row['row']} ({row['source']}, line {row['line']})"
-        if isinstance(outcome, Dropped) is not (number in dropped):
-            return len(rows), f"{origin} is {'dropped' if isinstance(outcome, Dropped) else 'used'} now"
-        if not isinstance(outcome, Dropped) and (side := _differing_side(pairs, positions[number], outcome)):
-            return len(rows), f"the {side} response of {origin}"
+    for batch, tokens in encode_batches(encoder, [rows], len(rows)):
+        for row, now in zip(batch, tokens.to_pylist(), strict=True):
+            number, origin = row["row"], f"row {row['row']} ({row['source']}, line {row['line']})"
+            is_dropped = now["reason"] is not None
+            if is_dropped is not (number in dropped):
+                return len(rows), f"{origin} is {'dropped' if is_dropped else 'used'} now"
+            if not is_dropped and (side := _differing_side(pairs, positions[number], now)):
+                return len(rows), f"the {side} response of {origin}"
     return len(rows), None
 
 
-def _differing_side(pairs: Pairs, position: int, encoded: EncodedPair) -> Side | None:
+def _differing_side(pairs: Pairs, position: int, now: Mapping[str, Any]) -> Side | None:
     """Return the first side whose ids or mask differ from the pair at `position`."""
-    for side, response in zip(SIDES, (encoded.chosen, encoded.rejected), strict=True):
-        earlier = pairs.sequence(position, side)
-        if (earlier.ids_T.tolist(), earlier.mask_T.tolist()) != (encoded.ids(response), encoded.mask(response)):
-            return side
-    return None
+    return next((side for side in SIDES if pairs.keys(side)[position].tobytes() != now[f"{side}_key"]), None)
 
 
 def _sample_positions(pairs: Pairs) -> list[int]:

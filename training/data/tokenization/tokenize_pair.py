@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.config.fields import Role
+from training.contract.errors import TemplateError
 from training.data.formats.messages import Message
 from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
 from training.data.templates.template_coverage import TemplateCoverage
-from training.data.templates.template_probe import conversation_of
+from training.data.templates.template_probe import Conversation, conversations_of
+from training.data.tokenization.shared_text import Splitter, cutting_tokens
 
 Offsets = Sequence[tuple[int, int]]
 
@@ -109,6 +112,12 @@ class PairEncoder:
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
         self._coverage = TemplateCoverage(template, self._by_spans)
+        written = _texts_of(tokenizer, template)
+        self._splitter = Splitter([token for token in cutting_tokens(tokenizer) if token in written])
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = tokenizer.split_special_tokens
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
         """Yield the tokens of each pair (a row of `raw_preferences`), or the reason why it is dropped, in order."""
@@ -148,9 +157,11 @@ class PairEncoder:
             self._check_roles(pair["prompt"])
             for side in ("chosen", "rejected"):
                 self._check_response(pair[side], side)
-            return [self._text(pair, side) for side in (None, "chosen", "rejected")]
+            return [self._text(conversation) for conversation in conversations_of(pair)]
         except Dropped as dropped:
             return dropped
+        except RecursionError:
+            return Dropped(DropReason.TEMPLATE, "its tools or template arguments are nested too deeply")
 
     def _check_roles(self, prompt: Sequence[Message]) -> None:
         """Raise Dropped if the prompt has a role that the template's text lacks."""
@@ -176,34 +187,32 @@ class PairEncoder:
                     DropReason.DOUBLED_END, f"a message in `{side}` holds {token!r}, which the template writes after it"
                 )
 
-    def _text(self, pair: Mapping[str, Any], side: str | None) -> Rendered:
+    def _text(self, conversation: Conversation) -> Rendered:
         """Return the rendered text. Raise Dropped if the template rejects the conversation or omits a part of it."""
         try:
-            conversation = conversation_of(pair, side)
             rendered = self._coverage.render(conversation)
             problem = self._coverage.problem(conversation, rendered["text"])
-        except ConversationRejected as error:
+        except (ConversationRejected, TemplateError) as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
-        except RecursionError as error:
-            raise Dropped(DropReason.TEMPLATE, "its tools or template arguments are nested too deeply") from error
         if problem is not None:
             raise Dropped(DropReason.LEFT_OUT, f"the template {problem}")
         return rendered
 
     def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[_Tokens]:
+        """Yield the tokens of each text. Each distinct piece is tokenized once."""
         if not texts:
             return
-        encoded = self._tokenizer(
-            [text["text"] for text in texts],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=self._by_spans,
-            verbose=False,
+        pieces_of = [self._splitter.pieces(rendered["text"]) for rendered in texts]
+        pieces = list(dict.fromkeys(itertools.chain.from_iterable(pieces_of)))
+        encode = self._backend.encode_batch if self._by_spans else self._backend.encode_batch_fast
+        encodings = encode(pieces, add_special_tokens=False)
+        ids_of = dict(zip(pieces, (encoding.ids for encoding in encodings), strict=True))
+        offsets_of = (
+            dict(zip(pieces, (encoding.offsets for encoding in encodings), strict=True)) if self._by_spans else {}
         )
-        offsets = encoded["offset_mapping"] if self._by_spans else [()] * len(texts)
-        for text, ids, text_offsets in zip(texts, encoded["input_ids"], offsets, strict=True):
-            yield _Tokens(ids, text_offsets, text["spans"])
+        for rendered, own in zip(texts, pieces_of, strict=True):
+            ids = list(itertools.chain.from_iterable([ids_of[piece] for piece in own]))
+            yield _Tokens(ids, _join_offsets(own, offsets_of) if self._by_spans else (), rendered["spans"])
 
     def _assemble(self, pair: Mapping[str, Any], prompt: _Tokens, *conversations: _Tokens) -> EncodedPair:
         if not prompt.ids:
@@ -291,6 +300,21 @@ def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
     starts = [start for start, _ in ordered]
     reach = [0, *itertools.accumulate((end for _, end in ordered), max)]  # the last end among the first n spans
     return [reach[bisect.bisect_left(starts, end)] > start for start, end in offsets]
+
+
+def _join_offsets(pieces: Sequence[str], offsets_of: Mapping[str, Offsets]) -> Offsets:
+    """Return the offsets of all tokens in the text of the pieces."""
+    begins = itertools.accumulate(map(len, pieces), initial=0)
+    return [
+        (start + begin, end + begin)
+        for piece, begin in zip(pieces, begins, strict=False)
+        for start, end in offsets_of[piece]
+    ]
+
+
+def _texts_of(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> str:
+    """Return the texts in which a template may write special tokens: its own text and its variables."""
+    return "\n".join([template.text, *map(str, tokenizer.special_tokens_map.values()), str(template.template_kwargs)])
 
 
 def _cut(response: ResponseTokens, room: int) -> ResponseTokens:

@@ -3,15 +3,19 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 
+from training.contract.system import child_process
 from training.data.tokenization import tokenizer_pool
+from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
 from training.data.tokenization.tokenizer_pool import encode_batches
 
 
@@ -34,6 +38,7 @@ def test_pairs_of_several_processes_equal_those_of_one(
     rows[1900]["chosen"][0]["content"] += "<|im_end|>"
     read, spec = workshop.rows(rows), workshop.tokenizer(tiny_chat, train_on=train_on, max_length=256)
     alone = workshop.pairs(read, spec)
+    shutil.rmtree(alone.folder.parents[1] / "tokens")
     assert alone.details["counts"]["dropped"] > 800 and len(alone.details["reasons"]) > 1
     request.getfixturevalue("three_processes")
     together = workshop.pairs(read, spec)
@@ -44,14 +49,19 @@ def test_pairs_of_several_processes_equal_those_of_one(
 
 
 class PidEncoder:
-    """A fake encoder that returns its process id for each pair, after some seconds."""
+    """An encoder that drops each pair with its process id as the reason, after some seconds."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
 
     def encode(self, rows):
         time.sleep(self._seconds)
-        return [os.getpid()] * len(rows)
+        return [Dropped(DropReason.TEMPLATE, str(os.getpid()))] * len(rows)
+
+
+def process_of(tokens) -> int:
+    [process] = tokens.column("detail").to_pylist()
+    return int(process)
 
 
 def pid_encoder(seconds: float = 0.0) -> Any:
@@ -67,34 +77,71 @@ def test_encode_batches_keeps_the_order_and_reads_few_batches_ahead(three_proces
             yield [{"row": number}]
 
     ahead, outcomes = [], []
-    for [row], [process] in encode_batches(pid_encoder(0.01), batches(), 40):
+    for [row], tokens in encode_batches(pid_encoder(0.01), batches(), 40):
         ahead.append(len(read) - 1 - row["row"])
-        outcomes.append((row["row"], process))
+        outcomes.append((row["row"], process_of(tokens)))
     assert [row for row, _ in outcomes] == list(range(40)) and max(ahead) <= 6
     assert os.getpid() not in (used := {process for _, process in outcomes}) and len(used) == 3
     assert multiprocessing.active_children() == []
 
 
-def test_encode_batches_of_few_rows_uses_this_process():
-    assert list(encode_batches(pid_encoder(), [[{}], [{}]], 2)) == [([{}], [os.getpid()])] * 2
+def test_encode_batches_of_few_rows_uses_one_other_process():
+    batches = list(encode_batches(pid_encoder(), [[{}], [{}]], 2))
+    assert [rows for rows, _ in batches] == [[{}], [{}]]
+    assert len(used := {process_of(tokens) for _, tokens in batches}) == 1 and os.getpid() not in used
 
 
-def test_encode_batches_with_a_killed_process_raises_memory_error(three_processes):
+def test_encode_batches_with_a_killed_process_goes_on(three_processes):
     def batches():
-        yield [{}]
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        while True:
-            yield [{}]
+        for number in range(9):
+            if number == 3:
+                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            yield [{"row": number}, {"row": number}]
+
+    encoded = list(encode_batches(pid_encoder(0.05), batches(), 9))
+    assert [rows[0]["row"] for rows, _ in encoded] == list(range(9))
+    assert all(len(tokens) == 2 for _, tokens in encoded)
+    assert multiprocessing.active_children() == []
+
+
+class HungryEncoder:
+    """An encoder that needs more memory than a process may have, or fails, for some rows."""
+
+    def encode(self, rows):
+        for row in rows:
+            match row["row"]:
+                case 5:
+                    bytearray(child_process.MEMORY_BYTES * 2)
+                case 7:
+                    os.kill(os.getpid(), signal.SIGABRT)  # as Rust does if an allocation fails
+            yield Dropped(DropReason.TEMPLATE, "fine")
+
+
+def test_rows_beyond_the_memory_limit_are_dropped_alone():
+    batches: list[list[Mapping[str, Any]]] = [[{"row": 4 * batch + at} for at in range(4)] for batch in range(3)]
+    encoded = list(encode_batches(cast("PairEncoder", HungryEncoder()), batches, 12))
+    assert [rows for rows, _ in encoded] == batches
+    details = [detail for _, tokens in encoded for detail in tokens.column("detail").to_pylist()]
+    assert [at for at, detail in enumerate(details) if detail != "fine"] == [5, 7]
+    assert all("more than 2 GiB of memory" in details[at] for at in (5, 7))
+
+
+def test_a_row_whose_process_the_system_kills_raises_memory_error():
+    class KilledEncoder:
+        def encode(self, rows):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(MemoryError, match="killed"):
-        list(encode_batches(pid_encoder(0.05), batches(), 9))
+        list(encode_batches(cast("PairEncoder", KilledEncoder()), [[{}]], 1))
     assert multiprocessing.active_children() == []
 
 
 PROGRAM = """
 import itertools, multiprocessing
 from tests.training.data.tokenization.test_tokenizer_pool import pid_encoder
+from training.contract.system import child_process
 from training.data.tokenization import tokenizer_pool
+from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
 tokenizer_pool.cores = lambda: 3
 for _ in tokenizer_pool.encode_batches(pid_encoder(0.05), itertools.repeat([{}]), 10**6):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)

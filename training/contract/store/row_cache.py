@@ -1,0 +1,169 @@
+"""A cache of Arrow rows by key. A shard is written once:
+
+    index.safetensors     keys    uint8[S, K]     the key of each row
+                          starts  int64[B + 1]    the first row of each record batch, then the number of rows
+    rows.arrow            record batches, compressed with LZ4, in the order of their keys
+
+Rows are read a record batch at a time, so memory use does not grow with a cache.
+
+Legend: S rows of a shard, B its record batches, Q requested keys, K bytes of a key.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.identity.file_hashing import hash_file
+from training.contract.identity.fingerprint import fingerprint_of_stream
+from training.contract.identity.safetensors_file import map_tensors
+from training.contract.identity.software import SOFTWARE
+from training.contract.store.manifest import Derivation, read_error, verify_contents
+from training.contract.store.shard_cache import Keys, Rows, ShardCache
+from training.contract.store.store import Artifact, JobResult
+from training.contract.system.atomic_io import write_error
+
+TOKEN_CACHE = "tokens"  # the tokens of rows of raw_preferences, by identity
+KEY_BYTES = 16
+_INDEX, _ROWS = "index.safetensors", "rows.arrow"
+_FORMAT = "1"
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
+_BATCHES_IN_MEMORY = 16
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """An open shard; the keys are memory-mapped."""
+
+    artifact: Artifact
+    keys_SK: Keys
+    starts_B: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.keys_SK)
+
+    @cached_property
+    def _reader(self) -> pa.RecordBatchFileReader:
+        verify_contents(self.artifact.folder, self.artifact.manifest, [_ROWS])
+        try:
+            return pa.ipc.open_file(pa.memory_map(str(self.artifact.folder / _ROWS)))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise CorruptArtifact(
+                f"{self.artifact.folder / _ROWS} does not hold rows: {error}", "corrupt-shard"
+            ) from error
+
+    @cached_property
+    def _batch(self) -> Any:
+        return lru_cache(_BATCHES_IN_MEMORY)(self._reader.get_batch)
+
+    def take(self, rows: Rows) -> list[pa.RecordBatch]:
+        """Return these rows, in their order, in parts. Raises CorruptArtifact, UnreadableArtifact."""
+        batches = np.searchsorted(self.starts_B, rows, side="right") - 1
+        bounds = [0, *(np.flatnonzero(np.diff(batches)) + 1).tolist(), len(rows)]
+        parts = []
+        for begin, end in pairwise(bounds):
+            number = int(batches[begin])
+            parts.append(self._batch(number).take(pa.array(rows[begin:end] - self.starts_B[number])))
+        return parts
+
+
+@dataclass
+class RowCache(ShardCache[RowShard]):
+    """All cached rows of `rule`. `name` is the first part of the kind of its shards."""
+
+    name: str = field(kw_only=True)
+    schema: pa.Schema = field(kw_only=True, default=pa.schema([]))  # needed to read and to add rows
+
+    title = "cache of rows"
+    again = "make its rows again"
+
+    @property
+    def kind(self) -> str:
+        return f"{self.name}/{self.rule}"
+
+    def open_shard(self, artifact: Artifact) -> RowShard:
+        verify_contents(artifact.folder, artifact.manifest, [_INDEX])
+        path = artifact.folder / _INDEX
+        try:
+            arrays = map_tensors(path)
+        except OSError as error:
+            raise read_error(path, error) from error
+        except ValueError as error:
+            raise CorruptArtifact(f"{path} is not the index of rows: {error}", "corrupt-shard") from error
+        if arrays.keys() != {"keys", "starts"} or arrays["keys"].shape != (int(arrays["starts"][-1]), KEY_BYTES):
+            shapes = {name: array.shape for name, array in arrays.items()}
+            raise CorruptArtifact(f"{path} has arrays of shapes {shapes}, expected keys and starts", "corrupt-shard")
+        return RowShard(artifact, arrays["keys"], arrays["starts"])
+
+    def shards_in_use(self, keys_QK: Keys) -> set[str]:
+        """Return the fingerprints of the shards with at least half of their rows among these keys."""
+        self._refresh()
+        wanted = _as_items(keys_QK)
+        shards = self._shards.items()
+        return {name for name, shard in shards if np.isin(_as_items(shard.keys_SK), wanted).sum() * 2 >= len(shard)}
+
+    def lookup(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
+        """Return bool[Q]: whether each key is in the cache, also in new shards of other processes."""
+        self._refresh()
+        found_Q = np.zeros(len(keys_QK), np.bool_)
+        for _, _, positions in self._find(keys_QK):
+            found_Q[positions] = True
+        return found_Q
+
+    def rows(self, keys_QK: Keys) -> pa.Table | None:
+        """Return the row of each key, in order; None if one is missing, also because its shard turned out to be corrupt."""
+        self._refresh()
+        parts, positions_Q = [], [np.zeros(0, np.int64)]
+        for shard, rows, positions in self._find(keys_QK):
+            order = np.argsort(rows, kind="stable")
+            try:
+                parts += shard.take(rows[order])
+            except StoreError as error:
+                self._drop(shard, error)
+                return None
+            positions_Q.append(positions[order])
+        order_Q = np.concatenate(positions_Q)
+        if len(order_Q) < len(keys_QK):
+            return None
+        table = pa.Table.from_batches(parts, self.schema)
+        back_Q = np.empty_like(order_Q)
+        back_Q[order_Q] = np.arange(len(order_Q))
+        return table if (np.diff(order_Q) == 1).all() else table.take(pa.array(back_Q))
+
+    def add(self, keys_SK: Keys, batches: list[pa.RecordBatch]) -> Artifact:
+        """Publish rows as one shard. Raises StoreError."""
+        assert keys_SK.shape == (sum(map(len, batches)), KEY_BYTES), f"keys of shape {keys_SK.shape}"
+        with self.store.staging() as staging:
+            identity = self._write(staging, keys_SK, batches)
+            details = {"rows": len(keys_SK), SOFTWARE: dict(self.software)}
+            derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
+            return self.store.publish(staging, derivation, JobResult(identity, details))
+
+    def _write(self, folder: Path, keys_SK: Keys, batches: list[pa.RecordBatch]) -> str:
+        starts_B = np.cumsum([0, *map(len, batches)], dtype=np.int64)
+        try:
+            path = str(folder / _ROWS)
+            with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, self.schema, options=_LZ4) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            save_file({"keys": np.ascontiguousarray(keys_SK), "starts": starts_B}, folder / _INDEX)
+        except SafetensorError as error:
+            raise write_error("write a shard", folder, error) from error
+        return fingerprint_of_stream(self.kind, [keys_SK.tobytes(), hash_file(folder / _ROWS).encode()])
+
+
+def keys_of(identities: list[str]) -> Keys:
+    """Return the keys of rows with these identities, in hexadecimal."""
+    return np.frombuffer(bytes.fromhex("".join(identities)), np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _as_items(keys_SK: Keys) -> npt.NDArray[np.void]:
+    return np.ascontiguousarray(keys_SK).view(np.dtype((np.void, KEY_BYTES)))[:, 0]

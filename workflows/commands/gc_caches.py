@@ -1,0 +1,78 @@
+"""Which shards of the caches garbage collection keeps."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from training.contract.config.recipe import Dtype
+from training.contract.errors import CorruptArtifact
+from training.contract.store.logprob_cache import scoring_rule
+from training.contract.store.manifest import read_manifest
+from training.contract.store.row_cache import KEY_BYTES, TOKEN_CACHE, RowCache, keys_of
+from training.contract.store.shard_cache import Keys
+from training.contract.store.store import Store
+
+_LOGPROB_CACHE = "memo"
+CACHES = (_LOGPROB_CACHE, TOKEN_CACHE)
+Reference = tuple[str, str]  # kind and fingerprint
+
+
+class KeptCaches:
+    """The shards to keep, given all `kept` artifacts. `keys` returns the keys of every artifact of a kind, by fingerprint.
+
+    The log-prob cache of a kept model is kept whole. A shard of the token cache is kept if half of its rows or more are in kept
+    preferences. So a token cache is at most twice as large as these need.
+    """
+
+    def __init__(
+        self, store: Store, kept: Collection[Reference], keys: Callable[[str], Mapping[str, list[str]]]
+    ) -> None:
+        self._store, self._kept, self._keys = store, kept, keys
+
+    def keep(self, kind: str, name: str) -> bool:
+        """Return whether the shard `name` of the cache `kind`, such as `memo/<rule>`, is kept."""
+        cache, _, rule = kind.partition("/")
+        if cache == _LOGPROB_CACHE:
+            return rule in self._scoring_rules
+        return cache == TOKEN_CACHE and (rule, name) in self._token_shards
+
+    def _of_kind(self, *kinds: str) -> list[Reference]:
+        return [reference for reference in self._kept if reference[0] in kinds]
+
+    @cached_property
+    def _scoring_rules(self) -> set[str]:
+        """The scoring rules of all kept models and of kept tables."""
+        models = self._of_kind("reference_model", "base_model")
+        rules = {scoring_rule(model, dtype) for _, model in models for dtype in get_args(Dtype)}
+        for table in self._of_kind("reference_logprobs"):
+            with suppress(CorruptArtifact):
+                rules.add(str(read_manifest(self._store.folder(*table)).details["rule"]))
+        return rules
+
+    @cached_property
+    def _token_shards(self) -> set[Reference]:
+        rows = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *self._kept_rows()])
+        caches = [RowCache(self._store, rule, name=TOKEN_CACHE) for rule in self._token_rules()]
+        return {(cache.rule, shard) for cache in caches for shard in cache.shards_in_use(rows)}
+
+    def _kept_rows(self) -> Iterator[Keys]:
+        for preferences in self._of_kind("raw_preferences"):
+            with suppress(OSError, pa.ArrowException):  # a run makes it again, and its tokens
+                table = pq.read_table(self._store.folder(*preferences) / "preferences.parquet", columns=["identity"])
+                yield keys_of(table["identity"].to_pylist())
+
+    def _token_rules(self) -> set[str]:
+        """The rules of all derivations of kept pairs."""
+        keys, rules = self._keys("tokenized_pairs"), set()
+        for kind, fingerprint in self._of_kind("tokenized_pairs"):
+            with suppress(CorruptArtifact):
+                rules.add(read_manifest(self._store.folder(kind, fingerprint)).details.get("token_rule"))
+            for key in keys.get(fingerprint, []):
+                if (record := self._store.record(kind, key)) is not None:
+                    rules.add(record.details.get("token_rule"))
+        return {str(rule) for rule in rules if rule is not None}
