@@ -52,6 +52,7 @@ bench: install
 	$(BIN)/python -m tests.benchmarks.profile $(BENCH_DATA)
 	$(BIN)/python -m tests.benchmarks.growth
 	$(BIN)/python -m tests.benchmarks.short_prompts $(BENCH_DATA)
+	$(BIN)/python -m tests.benchmarks.preparation $(BENCH_DATA)
 	$(BIN)/python -m tests.benchmarks.training $(BENCH_DATA)
 
 clean:

@@ -24,9 +24,9 @@ def peak_mb() -> float:
 
 
 def cpu_seconds() -> float:
-    """Return user and system time of this process, of all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    """Return user and system time of this process, of all its threads, and of its ended child processes."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class Failed(SystemExit):
