@@ -1,7 +1,8 @@
 """Bodies of the data assets: preference files become pairs in one schema, then token ids."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import dagster as dg
 import pyarrow.parquet as pq
@@ -65,6 +66,7 @@ def raw_preferences(context: AssetContext) -> dg.MaterializeResult:
         "dagster/row_count": counts["pairs"],
         **{name: count for name, count in counts.items() if name != "pairs"},
         "formats": dg.MetadataValue.json(details["formats"]),
+        **_cache_figures(details),
         "quarantine_reasons": table(reasons, ("reason", "rows")),
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),
@@ -109,11 +111,16 @@ def tokenized_pairs(context: AssetContext) -> dg.MaterializeResult:
         "dagster/row_count": details["counts"]["pairs"],
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
         "dropped_reasons": table(dropped, ("reason", "pairs")),
-        **{name: details[name] for name in ("tokenized", "cached_rows", "cache_bytes") if name in details},
+        **_cache_figures(details),
         "lengths": context.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
         "examples": rendered_pairs(details["examples"]),
     }
     return materialized.result(metadata, pairs_checks(context.pipeline, materialized.artifact))
+
+
+def _cache_figures(details: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows found in a cache of rows, and its size. Artifacts of older versions lack them."""
+    return {name: details[name] for name in ("cached_rows", "cache_bytes") if name in details}
 
 
 def _tokenization(context: AssetContext) -> Artifact:

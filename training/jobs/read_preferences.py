@@ -7,7 +7,7 @@ with their splits, line numbers and source names, and the quarantined rows, in o
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from training.contract.config.data_source import DataSource, settings_by_source
@@ -17,21 +17,24 @@ from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
-from training.contract.store.store import JobResult
+from training.contract.store.store import JobResult, Store
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.formats import FORMATS
 from training.data.formats.messages import Pair
 from training.data.formats.quarantine import Quarantined, QuarantineReason, Row
 from training.data.formats.ranked_responses import check_labels_from_1
+from training.data.reading.converted_pairs import CachedPairs, ConvertedPair, pair_cache, pair_rule
 from training.data.reading.duplicates import Duplicates
 from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
 from training.data.reading.hub_files import hub_files
 from training.data.reading.pair_writer import PairWriter, SourceFile, SourceSettings
-from training.data.reading.readers import ParsedRow, read_records
+from training.data.reading.readers import ParsedRow, UnparsedRow, read_rows
 from training.distributed import Group
 
 _DETECTION_ROWS = 32
+_BLOCK_ROWS = 1024
+FileRow = ParsedRow | UnparsedRow
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
@@ -46,14 +49,15 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     inputs = _name_distinctly(
         [SourceFile(file, source) for files, source in zip(files_by_source, sources, strict=True) for file in files]
     )
+    caches = _PairCaches(job, events)
     duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
     with contextlib.closing(PairWriter(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
         rows = _rows_to_read(job)
         progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
         for source_file in sorted(inputs, key=lambda source_file: not source_file.source.held_out):
-            for _ in _collect(source_file, collector):
+            for count in _collect(source_file, collector, caches):
                 if rows:
-                    progress.advance()
+                    progress.advance(count)
             if not rows:
                 progress.advance()
     for source in sources:
@@ -73,7 +77,8 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     for note in duplicates.notes():
         events.note(note)
     return JobResult(
-        fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details()
+        fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]),
+        collector.details() | caches.details(),
     )
 
 
@@ -107,20 +112,60 @@ def _name_distinctly(inputs: list[SourceFile]) -> list[SourceFile]:
     ]
 
 
-def _collect(source_file: SourceFile, collector: PairWriter) -> Iterator[None]:
-    """Convert every record of a file, in its set format or the one detected from its first rows. Yield after each record."""
-    file = source_file.file
+@dataclass
+class _PairCaches:
+    """The pair caches of a pass, one for each format and mapping."""
+
+    job: Job
+    events: EventWriter
+    by_rule: dict[str, CachedPairs] = field(default_factory=dict)
+
+    def of(self, name: str, columns: ColumnMapping) -> CachedPairs:
+        rule = pair_rule(name, columns, self.job.code_version)
+        if rule not in self.by_rule:
+            self.by_rule[rule] = CachedPairs(pair_cache(rule, store=Store(self.job.store), note=self.events.note))
+        return self.by_rule[rule]
+
+    def details(self) -> dict[str, Any]:
+        """Commit all caches, and return their rules, known rows and bytes."""
+        for cached in self.by_rule.values():
+            cached.commit()
+        caches = self.by_rule.values()
+        return {
+            "pair_rules": sorted(self.by_rule),
+            "cached_rows": sum(cached.known for cached in caches),
+            "cache_bytes": sum(cached.cache.bytes() for cached in caches),
+        }
+
+
+def _collect(source_file: SourceFile, collector: PairWriter, caches: _PairCaches) -> Iterator[int]:
+    """Convert every record of a file, in its set format or the one detected from its first rows. Yield numbers of records."""
+    file, columns = source_file.file, source_file.source.columns
     name, records = _recognize_format(source_file)
     collector.formats[file.name] = name
-    for record in records:
-        collector.rows_of_file[file.name] += 1
-        try:
-            pair = _convert(record, name, source_file.source.columns)
-        except Quarantined as problem:
-            collector.set_aside(problem, file.name, record)
-        else:
+    cached = caches.of(name, columns)
+    for block in _blocks(records):
+        for record, known in zip(block, cached.find([record.key for record in block]), strict=True):
+            collector.rows_of_file[file.name] += 1
+            if known is not None and columns.is_checked:
+                collector.keep(known, source_file, record.line)
+                continue
+            parsed = record.parsed()
+            try:
+                pair = ConvertedPair.of(_convert(parsed, name, columns))
+            except Quarantined as problem:
+                collector.set_aside(problem, file.name, parsed)
+                continue
+            if known is None:
+                cached.add(record.key, pair)
             collector.keep(pair, source_file, record.line)
-        yield
+        cached.end_block()
+        yield len(block)
+
+
+def _blocks(records: Iterator[FileRow]) -> Iterator[list[FileRow]]:
+    while block := list(itertools.islice(records, _BLOCK_ROWS)):
+        yield block
 
 
 def _convert(record: ParsedRow, name: str, columns: ColumnMapping) -> Pair:
@@ -136,12 +181,12 @@ def _convert(record: ParsedRow, name: str, columns: ColumnMapping) -> Pair:
         raise Quarantined(QuarantineReason.BAD_JSON, "nested too deeply") from None
 
 
-def _recognize_format(source_file: SourceFile) -> tuple[str, Iterator[ParsedRow]]:
+def _recognize_format(source_file: SourceFile) -> tuple[str, Iterator[FileRow]]:
     """Return the format of a file, and all of its records, the records read for detection included."""
-    records, name, path = read_records(source_file.file), source_file.source.format, str(source_file.file.path)
+    unparsed, name, path = read_rows(source_file.file), source_file.source.format, str(source_file.file.path)
     first: list[ParsedRow] = []
     rows: list[Row] = []
-    for record in records:
+    for record in (row.parsed() for row in unparsed):
         first.append(record)
         if record.problem is None:
             rows.append(source_file.source.columns.renamed(record.value))
@@ -161,4 +206,4 @@ def _recognize_format(source_file: SourceFile) -> tuple[str, Iterator[ParsedRow]
             "no-readable-row",
         )
     check_labels_from_1(rows, path)
-    return name, itertools.chain(first, records)
+    return name, itertools.chain(first, unparsed)

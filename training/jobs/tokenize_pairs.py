@@ -88,7 +88,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         "tokenized": tokens.tokenized,
         "cached_rows": tokens.cached,
         "cache_bytes": cache.bytes(),
-        "token_rule": rule,
+        "token_rules": [rule],
     }
     for reason, count in tally.reasons.most_common():
         events.note(f"{count} pairs dropped: {reason}, the first: {tally.first(reason)}")

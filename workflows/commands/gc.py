@@ -10,8 +10,8 @@ A job in progress refers to its key, because it holds the lock.
 
 An unfinished run refers to every artifact that was made or used since it began, because Dagster may not have recorded it yet.
 
-The log-prob cache of a kept model is kept whole, as it makes scoring cheap. A shard of the token cache is kept if at least half
-of its rows are in kept preferences. An interrupted job keeps its folder as long as it
+The log-prob cache of a kept model is kept whole, as it makes scoring cheap. A shard of the caches of
+rows is kept if at least half of its rows are in kept preferences. An interrupted job keeps its folder as long as it
 has checkpoints, and an unreadable job keeps it for a day. Downloaded versions stay if an alias points at them, and all stay
 while a run is unfinished.
 

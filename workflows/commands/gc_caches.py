@@ -13,20 +13,22 @@ from training.contract.config.recipe import Dtype
 from training.contract.errors import CorruptArtifact
 from training.contract.store.logprob_cache import scoring_rule
 from training.contract.store.manifest import read_manifest
-from training.contract.store.row_cache import KEY_BYTES, TOKEN_CACHE, RowCache, keys_of
+from training.contract.store.row_cache import KEY_BYTES, PAIR_CACHE, TOKEN_CACHE, RowCache, keys_of
 from training.contract.store.shard_cache import Keys
 from training.contract.store.store import Store
 
 _LOGPROB_CACHE = "memo"
-CACHES = (_LOGPROB_CACHE, TOKEN_CACHE)
+# The caches of rows: the kind of artifacts made from them, and the detail with their rules.
+_ROW_CACHES = {PAIR_CACHE: ("raw_preferences", "pair_rules"), TOKEN_CACHE: ("tokenized_pairs", "token_rules")}
+CACHES = (_LOGPROB_CACHE, *_ROW_CACHES)
 Reference = tuple[str, str]  # kind and fingerprint
 
 
 class KeptCaches:
     """The shards to keep, given all `kept` artifacts. `keys` returns the keys of every artifact of a kind, by fingerprint.
 
-    The log-prob cache of a kept model is kept whole. A shard of the token cache is kept if half of its rows or more are in kept
-    preferences. So a token cache is at most twice as large as these need.
+    The log-prob cache of a kept model is kept whole. A shard of the caches of rows is kept if half of its rows or more are in
+    kept preferences. So such a cache is at most twice as large as these need.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class KeptCaches:
         cache, _, rule = kind.partition("/")
         if cache == _LOGPROB_CACHE:
             return rule in self._scoring_rules
-        return cache == TOKEN_CACHE and (rule, name) in self._token_shards
+        return (kind, name) in self._row_shards
 
     def _of_kind(self, *kinds: str) -> list[Reference]:
         return [reference for reference in self._kept if reference[0] in kinds]
@@ -55,10 +57,10 @@ class KeptCaches:
         return rules
 
     @cached_property
-    def _token_shards(self) -> set[Reference]:
+    def _row_shards(self) -> set[Reference]:
         rows = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *self._kept_rows()])
-        caches = [RowCache(self._store, rule, name=TOKEN_CACHE) for rule in self._token_rules()]
-        return {(cache.rule, shard) for cache in caches for shard in cache.shards_in_use(rows)}
+        caches = [RowCache(self._store, rule, name=name) for name in _ROW_CACHES for rule in self._rules_of(name)]
+        return {(cache.kind, shard) for cache in caches for shard in cache.shards_in_use(rows)}
 
     def _kept_rows(self) -> Iterator[Keys]:
         for preferences in self._of_kind("raw_preferences"):
@@ -66,13 +68,14 @@ class KeptCaches:
                 table = pq.read_table(self._store.folder(*preferences) / "preferences.parquet", columns=["identity"])
                 yield keys_of(table["identity"].to_pylist())
 
-    def _token_rules(self) -> set[str]:
-        """The rules of all derivations of kept pairs."""
-        keys, rules = self._keys("tokenized_pairs"), set()
-        for kind, fingerprint in self._of_kind("tokenized_pairs"):
+    def _rules_of(self, cache: str) -> set[str]:
+        """Return the rules of all derivations of kept artifacts."""
+        kind, detail = _ROW_CACHES[cache]
+        keys, rules = self._keys(kind), set()
+        for _, fingerprint in self._of_kind(kind):
             with suppress(CorruptArtifact):
-                rules.add(read_manifest(self._store.folder(kind, fingerprint)).details.get("token_rule"))
+                rules.update(read_manifest(self._store.folder(kind, fingerprint)).details.get(detail, ()))
             for key in keys.get(fingerprint, []):
                 if (record := self._store.record(kind, key)) is not None:
-                    rules.add(record.details.get("token_rule"))
-        return {str(rule) for rule in rules if rule is not None}
+                    rules.update(record.details.get(detail, ()))
+        return rules

@@ -471,6 +471,7 @@ def test_preferences_report_progress_in_rows_if_all_were_counted(workshop, tmp_p
     """Also within a file: a million rows take minutes. Each reading of this clock adds a second."""
     seconds = itertools.count()
     monkeypatch.setattr("training.contract.protocol.events.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("training.jobs.read_preferences._BLOCK_ROWS", 1)
     rows = [{**GOOD, "prompt": f"Why {n}?"} for n in range(4)]
     for name, lines in (("old", [*rows[:2], []]), ("new", rows[2:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -398,6 +398,17 @@ def test_a_version_that_was_rolled_back_is_not_promoted_again(checkout, monkeypa
     assert released.outcome == "reused"
 
 
+def test_gc_keeps_shards_of_rows_in_use(checkout):
+    """The rows are those of kept preferences. Those of other rules are unused."""
+    store = checkout.services.store
+    for cache in ("pairs", "tokens"):
+        [folder] = (store.root / cache).glob("*/*")
+        (other := folder.parents[1] / ("d" * 64)).mkdir()
+        shutil.copytree(folder, other / folder.name)
+        assert named(checkout, f"{cache}/{other.name}") == [folder.name]
+        assert named(checkout, f"{cache}/{folder.parent.name}") == []
+
+
 def test_gc_keeps_shards_of_tokens_of_which_half_are_in_use(checkout):
     store = checkout.services.store
     [rule] = [folder.name for folder in (store.root / "tokens").iterdir()]

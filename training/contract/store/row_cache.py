@@ -9,6 +9,8 @@ Rows are read a record batch at a time, so memory use does not grow with a cache
 Legend: S rows of a shard, B its record batches, Q requested keys, K bytes of a key.
 """
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -31,12 +33,16 @@ from training.contract.store.shard_cache import Keys, Rows, ShardCache
 from training.contract.store.store import Artifact, JobResult
 from training.contract.system.atomic_io import write_error
 
-TOKEN_CACHE = "tokens"  # the tokens of rows of raw_preferences, by identity
+TOKEN_CACHE = "tokens"  # tokens of the rows of raw_preferences, by identity
+PAIR_CACHE = "pairs"  # pairs of the rows of data files, by content
+IDENTITY = "identity"  # the column of a cached pair that is the key of its tokens
 KEY_BYTES = 16
 _INDEX, _ROWS = "index.safetensors", "rows.arrow"
 _FORMAT = "1"
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 _BATCHES_IN_MEMORY = 16
+COMMIT_SECONDS = 30.0
+_COMMIT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,11 @@ class RowShard:
     @cached_property
     def _batch(self) -> Any:
         return lru_cache(_BATCHES_IN_MEMORY)(self._reader.get_batch)
+
+    def identities(self) -> Keys:
+        """Return the column `IDENTITY` of all rows. Raises CorruptArtifact."""
+        batches = (self._reader.get_batch(number) for number in range(self._reader.num_record_batches))
+        return keys_of([identity for batch in batches for identity in batch.column(IDENTITY).to_pylist()])
 
     def take(self, rows: Rows) -> list[pa.RecordBatch]:
         """Return these rows, in their order, in parts. Raises CorruptArtifact, UnreadableArtifact."""
@@ -103,12 +114,16 @@ class RowCache(ShardCache[RowShard]):
             raise CorruptArtifact(f"{path} has arrays of shapes {shapes}, expected keys and starts", "corrupt-shard")
         return RowShard(artifact, arrays["keys"], arrays["starts"])
 
-    def shards_in_use(self, keys_QK: Keys) -> set[str]:
-        """Return the fingerprints of the shards with at least half of their rows among these keys."""
+    def shards_in_use(self, identities_QK: Keys) -> set[str]:
+        """Return the fingerprints of the shards with at least half of their rows among these identities."""
         self._refresh()
-        wanted = _as_items(keys_QK)
-        shards = self._shards.items()
-        return {name for name, shard in shards if np.isin(_as_items(shard.keys_SK), wanted).sum() * 2 >= len(shard)}
+        wanted, in_use = _as_items(identities_QK), set()
+        for name, shard in self._shards.items():
+            with suppress(StoreError):  # a corrupt shard is not in use
+                own = shard.identities() if self.name == PAIR_CACHE else shard.keys_SK
+                if np.isin(_as_items(own), wanted).sum() * 2 >= len(shard):
+                    in_use.add(name)
+        return in_use
 
     def lookup(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
         """Return bool[Q]: whether each key is in the cache, also in new shards of other processes."""
@@ -158,6 +173,29 @@ class RowCache(ShardCache[RowShard]):
         except SafetensorError as error:
             raise write_error("write a shard", folder, error) from error
         return fingerprint_of_stream(self.kind, [keys_SK.tobytes(), hash_file(folder / _ROWS).encode()])
+
+
+@dataclass
+class NewShard:
+    """Collects new rows and commits them as a shard, after many bytes or `COMMIT_SECONDS`."""
+
+    cache: RowCache
+    _keys: list[Keys] = field(default_factory=list)
+    _batches: list[pa.RecordBatch] = field(default_factory=list)
+    _bytes: int = 0
+    _committed: float = field(default_factory=time.monotonic)
+
+    def add(self, keys: Keys, batch: pa.RecordBatch) -> None:
+        self._keys.append(keys)
+        self._batches.append(batch)
+        self._bytes += batch.nbytes
+        if self._bytes >= _COMMIT_BYTES or time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        if self._batches:
+            self.cache.add(np.concatenate(self._keys), self._batches)
+        self._keys, self._batches, self._bytes, self._committed = [], [], 0, time.monotonic()
 
 
 def keys_of(identities: list[str]) -> Keys:

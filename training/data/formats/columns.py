@@ -23,6 +23,20 @@ class ColumnMapping:
         self._first_columns: list[str] = []
         self._read: set[str] = set()
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether rows had all mapped columns, and a format read all mapped fields. Further rows change no check."""
+        return not self._unseen and self._column_of.keys() <= self._read
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return self._roles
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The column of each mapped field; None for fields that are hidden."""
+        return {name: self._column_of.get(name) for name in sorted(self._replaced)}
+
     def renamed(self, row: Row) -> Row:
         """Return `row` with mapped fields and roles, without the fields that are mapped to null."""
         mapped = self._map_fields(row) if self._replaced else row

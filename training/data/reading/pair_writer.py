@@ -10,7 +10,6 @@ Else the prompt's hash decides, so the split stays when data grows. The same hol
 Duplicates are kept, unless the recipe drops them.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,11 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile
-from training.contract.identity.fingerprint import canonical_json, canonical_object, value_digest
+from training.contract.identity.fingerprint import value_digest
 from training.data.formats.columns import ColumnMapping
-from training.data.formats.messages import Message, Pair, message
 from training.data.formats.quarantine import Quarantined
-from training.data.reading.duplicates import Duplicates, PairIdentity
+from training.data.reading.converted_pairs import ConvertedPair
+from training.data.reading.duplicates import Duplicates
 from training.data.reading.readers import ParsedRow
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
@@ -52,7 +51,6 @@ QUARANTINE_SCHEMA = pa.schema(
     [(name, pa.int64() if name == "line" else pa.string()) for name in ("source", "line", "reason", "detail", "text")]
 )
 _WRITTEN_ROWS = 4096
-_PLAIN_FIELDS = ("role", "content")
 _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 
 
@@ -118,30 +116,22 @@ class PairWriter:
         self._pairs.close()
         self._quarantine.close()
 
-    def keep(self, pair: Pair, file: SourceFile, line: int) -> None:
-        turns: dict[str, Any] = {part: list(getattr(pair, part)) for part in ("prompt", "chosen", "rejected")}
-        if pair.tools:
-            turns["tools"] = pair.tools
-        if pair.chat_template_kwargs:
-            turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        parts = {name: canonical_json(part) for name, part in turns.items()}
-        digest, source = _prompt_digest(pair.prompt, parts["prompt"]), file.source
-        if not is_sampled(digest, source.fraction):
+    def keep(self, pair: ConvertedPair, file: SourceFile, line: int) -> None:
+        source = file.source
+        if not is_sampled(pair.prompt_digest, source.fraction):
             self.left_out += 1
             return
-        split = self._split(digest, source.held_out)
+        split = self._split(pair.prompt_digest, source.held_out)
         self.pairs_of_source[source.number] += 1
-        pair_identity = PairIdentity.of(parts)
-        if self.duplicates.drops(pair_identity, f"{file.file.name}, line {line}"):
+        if self.duplicates.drops(pair.identity, f"{file.file.name}, line {line}"):
             return
         origin: dict[str, Any] = {"split": split, "line": line}
         if source.name is not None:
             origin["source_name"] = source.name
-        identity = pair_identity.identity.hex()
+        turns, identity = pair.turns, pair.identity.identity.hex()
         row = {"row": len(self.digests), **turns, **origin, "source": file.file.name, "identity": identity}
         self._pairs.add(row)
-        content = parts | {name: canonical_json(value) for name, value in origin.items()}
-        self.digests.append(hashlib.sha256(canonical_object(content)).digest())
+        self.digests.append(pair.digest(origin))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
@@ -234,13 +224,3 @@ class _ParquetRows:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows = []
-
-
-def _prompt_digest(prompt: Sequence[Message], content: bytes) -> bytes:
-    """Return the digest of roles and contents. Ids of calls and reasoning are left out, as templates may not write them.
-
-    `content` is the canonical JSON of the prompt.
-    """
-    if all(len(turn) == len(_PLAIN_FIELDS) for turn in prompt):
-        return hashlib.sha256(content).digest()
-    return value_digest([message(turn["role"], turn["content"]) for turn in prompt])

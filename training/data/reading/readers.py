@@ -12,6 +12,7 @@ compared with the listed one.
 """
 
 import csv
+import hashlib
 import json
 import re
 import sys
@@ -29,6 +30,7 @@ import pyarrow.parquet as pq
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, check_unchanged, data_suffix, open_data
 from training.contract.identity.file_stamps import stamp_of
+from training.contract.identity.fingerprint import canonical_json
 from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, strict_json
 from training.data.reading.file_errors import (
     check_encoding,
@@ -56,6 +58,21 @@ class ParsedRow:
     raw: str | None = None
     problem: Quarantined | None = None
 
+    def parsed(self) -> "ParsedRow":
+        return self
+
+    @property
+    def key(self) -> bytes | None:
+        """The digest of the row's content; None if it has a problem, or values unknown to JSON."""
+        if self.problem is not None:
+            return None
+        if self.raw is not None:
+            return _text_key(self.raw.encode("utf-8", "surrogatepass"))
+        try:
+            return hashlib.sha256(b"table:" + canonical_json(self.value)).digest()
+        except (TypeError, ValueError, RecursionError):
+            return None
+
     @property
     def text(self) -> str:
         """The row as text that any file can hold, for users to read."""
@@ -68,7 +85,33 @@ class ParsedRow:
         return undecoded_byte(self.value, self.raw)
 
 
+@dataclass(frozen=True)
+class UnparsedRow:
+    """A line of JSON, still to be parsed."""
+
+    line: int
+    content: bytes
+
+    def parsed(self) -> ParsedRow:
+        """Parse the line strictly."""
+        try:
+            return parse_row(self.line, self.content.decode())
+        except UnicodeDecodeError:
+            problem = Quarantined(QuarantineReason.BAD_UNICODE, invalid_byte(self.content, "the line"))
+            return ParsedRow(self.line, {}, self.content.decode(errors="backslashreplace"), problem)
+
+    @property
+    def key(self) -> bytes:
+        """The digest of the line."""
+        return _text_key(self.content)
+
+
 def read_records(file: DataFile) -> Iterator[ParsedRow]:
+    """Yield the parsed rows of a file. Raises DataError like `read_rows`."""
+    return (row.parsed() for row in read_rows(file))
+
+
+def read_rows(file: DataFile) -> Iterator[ParsedRow | UnparsedRow]:
     """Yield the rows of a file. Raise DataError if it cannot be read, or, at the end, if its sha256 is not the listed one."""
     suffix, stamp = data_suffix(file.path), stamp_of(file.path)
     try:
@@ -101,23 +144,15 @@ def parse_row(line: int, text: str) -> ParsedRow:
     return ParsedRow(line, value, text)
 
 
-def _read_lines(path: Path) -> Iterator[ParsedRow]:
+def _read_lines(path: Path) -> Iterator[UnparsedRow]:
     with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
-                yield _parse_line(number, content)
+                yield UnparsedRow(number, content.rstrip(b"\r\n"))
 
 
-def _parse_line(number: int, line: bytes) -> ParsedRow:
-    try:
-        return parse_row(number, line.decode().rstrip("\r\n"))
-    except UnicodeDecodeError:
-        problem = Quarantined(QuarantineReason.BAD_UNICODE, invalid_byte(line, "the line"))
-        return ParsedRow(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
-
-
-def _read_json(path: Path) -> Iterator[ParsedRow]:
+def _read_json(path: Path) -> Iterator[ParsedRow | UnparsedRow]:
     """Yield the elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, which `clean_text` rejects."""
     with open_data(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
@@ -136,7 +171,7 @@ def _read_json(path: Path) -> Iterator[ParsedRow]:
         ) from error
 
 
-def _read_objects(path: Path, text: str, start: int) -> Iterator[ParsedRow]:
+def _read_objects(path: Path, text: str, start: int) -> Iterator[ParsedRow | UnparsedRow]:
     """Yield JSON lines, or the only object, which may span several lines."""
     sole = _sole_object(text, start)
     if sole is None:
@@ -238,7 +273,7 @@ def _csv_record(line: int, header: list[str], cells: list[str]) -> ParsedRow:
     return ParsedRow(line, {}, json.dumps(cells, ensure_ascii=False), problem)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[ParsedRow]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[ParsedRow | UnparsedRow]]] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,
     ".json": _read_json,
@@ -246,6 +281,10 @@ _READERS: dict[str, Callable[[Path], Iterator[ParsedRow]]] = {
     ".arrow": partial(_read_table, "Arrow", pa.ipc.open_stream),
     ".csv": _read_csv,
 }
+
+
+def _text_key(content: bytes) -> bytes:
+    return hashlib.sha256(b"text:" + content).digest()
 
 
 def _skip_blank(text: str, position: int) -> int:

@@ -1,8 +1,7 @@
 """The tokens of all rows of `raw_preferences`, through the token cache."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter, Progress
-from training.contract.store.row_cache import RowCache, keys_of
+from training.contract.store.row_cache import NewShard, RowCache, keys_of
 from training.contract.store.shard_cache import Keys
 from training.contract.system.child_process import MemoryExceeded, run_in_child
 from training.data.tokenization.tokenize_pair import PairEncoder
 from training.data.tokenization.tokenizer_pool import Rows, encode_batches
 
-COMMIT_SECONDS = 30.0
-_COMMIT_BYTES = 128 << 20
 _BATCH_ROWS = 256
 _ORIGIN = ("row", "split", "source", "line", "identity")
 _TRIES = 3
@@ -83,11 +80,11 @@ class CachedTokens:
         return sum(int((~self.cache.lookup(_keys_of(group))).sum()) for group in groups)
 
     def _encode(self, groups: Iterable[int], rows: int, check: Callable[[Mapping[str, Any], str, str], None]) -> None:
-        progress, shard = Progress(self.events, rows, "pairs"), _NewShard(self.cache)
+        progress, shard = Progress(self.events, rows, "pairs"), NewShard(self.cache)
         for batch, tokens in encode_batches(self.encoder, self._missing_batches(groups), rows):
             for at in np.flatnonzero(tokens.column("reason").is_valid().to_numpy(zero_copy_only=False)):
                 check(batch[at], tokens.column("reason")[at].as_py(), tokens.column("detail")[at].as_py())
-            shard.add([row["identity"] for row in batch], tokens)
+            shard.add(keys_of([row["identity"] for row in batch]), tokens)
             self.tokenized += len(batch)
             progress.advance(len(batch))
         shard.commit()
@@ -101,29 +98,6 @@ class CachedTokens:
             table = self.source.read_row_group(number).take(pa.array(missing))
             for begin in range(0, len(table), _BATCH_ROWS):
                 yield table.slice(begin, _BATCH_ROWS).to_pylist()
-
-
-@dataclass
-class _NewShard:
-    """Collects new rows and commits them as a shard, after many bytes or `COMMIT_SECONDS`."""
-
-    cache: RowCache
-    _keys: list[str] = field(default_factory=list)
-    _batches: list[pa.RecordBatch] = field(default_factory=list)
-    _bytes: int = 0
-    _committed: float = field(default_factory=time.monotonic)
-
-    def add(self, keys: list[str], batch: pa.RecordBatch) -> None:
-        self._keys += keys
-        self._batches.append(batch)
-        self._bytes += batch.nbytes
-        if self._bytes >= _COMMIT_BYTES or time.monotonic() - self._committed >= COMMIT_SECONDS:
-            self.commit()
-
-    def commit(self) -> None:
-        if self._batches:
-            self.cache.add(keys_of(self._keys), self._batches)
-        self._keys, self._batches, self._bytes, self._committed = [], [], 0, time.monotonic()
 
 
 def _keys_of(group: pa.Table) -> Keys:
