@@ -7,7 +7,7 @@ The field `event` is one of five kinds:
     eval      {"event": "eval", "step": n, "eval/loss": x, ...}             held-out metrics before or after a step
     note      {"event": "note", "text": text}                               a message to the user
 Every line has `time`, seconds since the epoch. A line is complete once it ends with a newline; a follower parses complete
-lines only.
+lines only. It skips lines that are no event, because a fault of a disk must not end a job.
 """
 
 import json
@@ -23,6 +23,7 @@ from training.contract.system.progress import seconds_left
 
 Event = dict[str, Any]
 _REPORT_SECONDS = 0.5
+_COUNTED = ("step", "eval")
 
 
 class EventWriter:
@@ -52,17 +53,28 @@ class EventWriter:
         self.emit("note", text=text)
 
     def rewind(self, step: int) -> None:
-        """Drop `step` events after `step`, and `eval` events from `step` on: an interrupted run resumes there."""
+        """Drop `step` events after `step`, and `eval` events from `step` on: an interrupted run resumes there.
+
+        Drop lines that are no event, too, and note them and the steps without metrics.
+        """
         if self._path is None or self._file is None:
             return
-        events = list(read_events(self._path))
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        events = [event for line in lines if (event := _parse_line(line)) is not None]
         last = {"step": step, "eval": step - 1}
         kept = [event for event in events if event["event"] not in last or event["step"] <= last[event["event"]]]
-        if len(kept) == len(events):
-            return
-        self._file.close()
-        write_durably(self._path, b"".join(map(_encode_line, kept)))
-        self._file = open(self._path, "ab", buffering=0)
+        if len(kept) < len(lines):
+            self._file.close()
+            write_durably(self._path, b"".join(map(_encode_line, kept)))
+            self._file = open(self._path, "ab", buffering=0)
+        if unreadable := len(lines) - len(events):
+            self.note(f"{unreadable} lines of {self._path} cannot be read and were removed; check the disk")
+        missing = sorted(set(range(1, step + 1)) - {event["step"] for event in kept if event["event"] == "step"})
+        if missing:
+            self.note(
+                f"the metrics of {len(missing)} of {step} steps (first {missing[0]}, last {missing[-1]}) are missing in "
+                f"{self._path}: charts and the artifact lack them; the training itself is complete"
+            )
 
 
 class Progress:
@@ -114,13 +126,24 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                if (event := _parse_line(line)) is not None:
+                    yield event
 
     def _restart_if_replaced(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         if status.st_size < self._offset or (self._inode is not None and status.st_ino != self._inode):
             self._offset = 0
         self._inode = status.st_ino
+
+
+def _parse_line(line: bytes) -> Event | None:
+    """Return the event of a line; None if it is no event."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("event"), str) and "time" in event
+    return event if is_event and (event["event"] not in _COUNTED or isinstance(event.get("step"), int)) else None
 
 
 def _encode_line(event: Event) -> bytes:

@@ -43,7 +43,8 @@ def test_follower_of_missing_file_yields_nothing_until_it_is_written(path):
 def test_follower_yields_an_incomplete_line_only_once_it_is_complete(path):
     """Two lines, cut at every byte."""
     lines = b"".join(
-        json.dumps({"event": "step", "step": n, "text": "ä"}, ensure_ascii=False).encode() + b"\n" for n in (1, 2)
+        json.dumps({"event": "step", "step": n, "time": 0, "text": "ä"}, ensure_ascii=False).encode() + b"\n"
+        for n in (1, 2)
     )
     path.parent.mkdir()
     for cut in range(len(lines) + 1):
@@ -159,3 +160,35 @@ def test_progress_estimates_the_time_left_from_this_attempt_alone(path):
     progress.advance(25)
     (event,) = read_events(path)
     assert event["done"] == 50 and 1.1 < event["seconds_left"] < 4
+
+
+GARBAGE = [
+    bytes(range(128, 200)),
+    b"{" * 100_000,
+    b"[1, 2]",
+    b'{"event": 3, "time": 1}',
+    b'{"event": "step", "time": 1}',
+    b'{"event": "note"}',
+    b"",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_lines_that_are_no_event_are_skipped_and_noted(path, garbage):
+    writer = EventWriter(path)
+    for step in (1, 2, 3):
+        writer.emit("step", step=step, loss=0.5)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + garbage + b"\n" + lines[2])
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+    EventWriter(path, keep=True).rewind(3)
+    *steps, removed, missing = read_events(path)
+    assert [event["step"] for event in steps] == [1, 3]
+    assert f"1 lines of {path} " in removed["text"]
+    assert "1 of 3 steps (first 2, last 2)" in missing["text"] and str(path) in missing["text"]
+
+
+def test_a_deleted_file_of_events_is_noted(path):
+    EventWriter(path, keep=True).rewind(20)
+    [missing] = read_events(path)
+    assert "20 of 20 steps (first 1, last 20)" in missing["text"]
