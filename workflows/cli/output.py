@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import click
@@ -24,6 +23,7 @@ from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import SHARED_HOME_HINT, free_bytes
+from workflows.orchestration import sqlite_files
 from workflows.orchestration.resources import pedigree_home
 
 _STDOUT, _STDERR = 1, 2  # the inherited descriptors, even if this process replaced the streams
@@ -112,8 +112,10 @@ def explained(error: BaseException) -> str:
             return _with_home(str(error))
         case DatabaseError():
             message = f"a database refuses: {' '.join(str(error.orig).split())}"
-            if (database := _find_foreign_database()) is not None:
+            if (database := sqlite_files.find_foreign()) is not None:
                 return f"{message}: this user may not write {database}; {SHARED_HOME_HINT}"
+            if (advice := sqlite_files.advice()) is not None:
+                return f"{message}; {advice}"
             return _with_home(message)
     return str(error)
 
@@ -154,14 +156,6 @@ def stdout_for_results() -> Iterator[None]:
 def print_json(value: dict[str, Any]) -> None:
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode) + "\n")
-
-
-def _find_foreign_database() -> Path | None:
-    """Return a database or journal of the home owned by another user: SQLite does not name the file it cannot write."""
-    home = pedigree_home()
-    folders = (home / "mlflow", Path(os.environ.get("DAGSTER_HOME") or home / "dagster"))
-    paths = (path for folder in folders for path in folder.rglob("*.db*"))
-    return next((path for path in paths if not os.access(path, os.W_OK)), None)
 
 
 def _with_home(message: str) -> str:

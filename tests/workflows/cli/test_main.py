@@ -1,5 +1,6 @@
 """Wrong use gives one message that names the place, and the right exit code."""
 
+import contextlib
 import errno
 import json
 import os
@@ -254,7 +255,22 @@ def test_invalid_database_is_reported_without_a_traceback(tmp_path, cause):
         database.write_bytes(b"no database" * 1000)
     done = Home(tmp_path).invoke("gc")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    check_values(done.stderr, cause, "PEDIGREE_HOME", tmp_path)
+    check_values(done.stderr, cause, f"{database} is corrupt", "move it away", "the same command")
+
+
+def test_a_locked_database_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    paths = [tmp_path / "dagster" / "history" / "runs" / name for name in ("index.db", "other.db")]
+    paths[0].parent.mkdir(parents=True)
+    for path in paths:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE t (a)")
+    refusal = OperationalError(None, None, sqlite3.OperationalError("database is locked"))
+    assert "PEDIGREE_HOME" in explained(refusal), "nothing is locked any more"
+    with contextlib.closing(sqlite3.connect(paths[1], isolation_level=None)) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        check_values(explained(refusal), f"{paths[1]} is in use by another process")
 
 
 def test_file_of_another_user_is_reported_with_path_and_remedy(tmp_path, monkeypatch):
