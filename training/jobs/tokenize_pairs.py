@@ -163,7 +163,7 @@ class _Tally:
         """Count a dropped row."""
         self.reasons[reason] += 1
         self.first_drops.setdefault(reason, f"row {number}, {detail}")
-        if len(self.dropped) < _DROPPED_EXAMPLES:
+        if self.reasons.total() < _DROPPED_EXAMPLES:
             self.dropped.append({"row": number, "reason": reason, "detail": detail})
 
     def check_not_empty(self) -> None:
@@ -174,7 +174,7 @@ class _Tally:
         by_template = first["reason"] in _BY_TEMPLATE
         advice = f"repair the chat template ({self.template})" if by_template else "check `tokenization` in the recipe"
         raise DataError(
-            f"0 of {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}",
+            f"0 of {self.reasons.total()} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}",
             "all-pairs-dropped",
         )
 
