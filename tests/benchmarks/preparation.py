@@ -10,6 +10,7 @@ Then 5% of new rows are added. At last, our part alone runs on more and more row
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,9 +28,9 @@ from training.contract.store.store import Artifact, Store
 TOKENIZER = "qwen2.5"
 MAX_LENGTH = 2048
 SMALL, LARGE, NEW = 2_000, 20_000, 0.05
-MOST_OF_TRL = 0.6
-MOST_FOR_NEW = 0.4
-MOST_GROWTH_BYTES = 300  # of memory for each pair
+MOST_OF_TRL = 0.65
+MOST_FOR_NEW = 0.2
+MOST_GROWTH_BYTES = 500  # of memory for each pair
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def main() -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 40_000, 160_000], help="sizes of the last part")
     arguments = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.stdout.write(machine(1) + "\n")
     with tempfile.TemporaryDirectory() as folder:
         is_cheap = against_trl(arguments.data, Path(folder))

@@ -13,7 +13,6 @@ from typing import Any
 from training.contract.config.data_source import DataSource, settings_by_source
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, distinct_names
-from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
@@ -76,10 +75,8 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
     for note in duplicates.notes():
         events.note(note)
-    return JobResult(
-        fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]),
-        collector.details() | caches.details(),
-    )
+    details = collector.details() | caches.details()
+    return JobResult(collector.fingerprint(), details)
 
 
 def _source_settings(number: int, settings: Mapping[str, Any]) -> SourceSettings:

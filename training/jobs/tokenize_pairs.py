@@ -14,9 +14,10 @@ not the details: each has its own counts and reasons of dropped rows.
 
 import hashlib
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.check_not_empty()
     pairs = Pairs.open(job.staging)
-    details = {**tally.details(), **_length_statistics(pairs), "largest_token": pairs.largest_token}
+    details = {**tally.details(), **tally.length_statistics(), "largest_token": tally.largest_token}
     details |= {
         "tokenized": tokens.tokenized,
         "cached_rows": tokens.cached,
@@ -94,7 +95,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         events.note(f"{count} pairs dropped: {reason}, the first: {tally.first(reason)}")
     details["examples"] = [_example(tokenizer, pairs, position) for position in range(min(_EXAMPLES, len(pairs)))]
     end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
-    return JobResult(fingerprint_of_stream("tokenized_pairs", [end, *_digests(pairs)]), details)
+    return JobResult(fingerprint_of_stream("tokenized_pairs", chain([end], _digests(pairs))), details)
 
 
 @dataclass
@@ -140,6 +141,8 @@ class _Tally:
     first_drops: dict[str, str] = field(default_factory=dict)  # by reason: row and detail
     dropped: list[dict[str, Any]] = field(default_factory=list)
     prompts: _PromptSplits = field(default_factory=_PromptSplits)
+    lengths: dict[str, list[NDArray[np.int32]]] = field(default_factory=lambda: defaultdict(list))  # of each sequence
+    largest_token: int = 0
 
     def keep(self, lines: pa.RecordBatch, tokens: pa.Table) -> None:
         """Count pairs: their lines in the file and their rows in the cache."""
@@ -148,6 +151,11 @@ class _Tally:
         trained = sum(_sum(pc.list_flatten(tokens.column(f"{side}_mask"))) for side in SIDES)
         self.tokens.update(lengths | {"trained": trained})
         self.prompts.add(lines, tokens.column("prompt_key"))
+        self.lengths["prompt"].append(lines.column("prompt_length").to_numpy())
+        for side in SIDES:
+            ids = lines.column(f"{side}_ids")
+            self.lengths[side].append(pc.list_value_length(ids).to_numpy())
+            self.largest_token = max(self.largest_token, pc.max(ids.flatten()).as_py() or 0)
 
     def check_length(self, row: SourceRow, reason: str, detail: str) -> None:
         """Raise DataError for a row that is too long if `over_length` is `error`."""
@@ -163,7 +171,7 @@ class _Tally:
         """Count a dropped row."""
         self.reasons[reason] += 1
         self.first_drops.setdefault(reason, f"row {number}, {detail}")
-        if self.reasons.total() < _DROPPED_EXAMPLES:
+        if len(self.dropped) < _DROPPED_EXAMPLES:
             self.dropped.append({"row": number, "reason": reason, "detail": detail})
 
     def check_not_empty(self) -> None:
@@ -194,6 +202,14 @@ class _Tally:
             "shared_prompts": len(shared),
             "first_shared_prompt": "row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
         }
+
+    def length_statistics(self) -> dict[str, Any]:
+        """Return percentiles and histograms of the lengths, in tokens."""
+        lengths = {name: np.concatenate(parts) for name, parts in self.lengths.items()}
+        edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
+        histograms = {side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES}
+        percentiles = {name: _percentiles(values) for name, values in lengths.items()}
+        return {"percentiles": percentiles, "histogram": {"edges": edges.tolist(), **histograms}}
 
     def first(self, *reasons: str) -> str:
         """Return row and detail of the first pair that was dropped for one of these reasons, or ""."""
@@ -230,16 +246,6 @@ def _digests(pairs: Pairs) -> Iterator[bytes]:
     for batch in pairs.batches("row", "split", "prompt_length", *(f"{side}_key" for side in SIDES)):
         for row, split, length, *keys in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             yield hashlib.sha256(b'[%d,"%s",%d]' % (row, split.encode(), length) + b"".join(keys)).digest()
-
-
-def _length_statistics(pairs: Pairs) -> dict[str, Any]:
-    """Return percentiles and histograms of the lengths, in tokens."""
-    lengths: dict[str, NDArray[np.integer[Any]]] = {"prompt": pairs.prompt_lengths}
-    lengths.update({side: pairs.lengths(side) for side in SIDES})
-    edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
-    histograms = {side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES}
-    percentiles = {name: _percentiles(values) for name, values in lengths.items()}
-    return {"percentiles": percentiles, "histogram": {"edges": edges.tolist(), **histograms}}
 
 
 def _percentiles(lengths: NDArray[np.integer[Any]]) -> dict[str, float]:

@@ -59,13 +59,28 @@ def fingerprint(kind: str, content: Any) -> str:
     return value_digest([SCHEMA_VERSION, kind, content]).hex()
 
 
+class StreamFingerprint:
+    """The fingerprint of an ordered stream of byte strings, each hashed with its length."""
+
+    def __init__(self, kind: str) -> None:
+        self._digest, self.count = hashlib.sha256(canonical_json([SCHEMA_VERSION, kind])), 0
+
+    def add(self, item: bytes) -> None:
+        self._digest.update(len(item).to_bytes(8, "big"))
+        self._digest.update(item)
+        self.count += 1
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the items so far."""
+        return self._digest.hexdigest()
+
+
 def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
-    """Return the fingerprint of an ordered stream of byte strings, each hashed with its length."""
-    digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, kind]))
+    """Return the fingerprint of an ordered stream of byte strings."""
+    stream = StreamFingerprint(kind)
     for item in items:
-        digest.update(len(item).to_bytes(8, "big"))
-        digest.update(item)
-    return digest.hexdigest()
+        stream.add(item)
+    return stream.fingerprint()
 
 
 def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +41,10 @@ _FORMAT = "1"
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 _BATCHES_IN_MEMORY = 16
 COMMIT_SECONDS = 30.0
-_COMMIT_BYTES = 128 << 20
+_COMMIT_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowShard:
     """An open shard; the keys are memory-mapped."""
 
@@ -57,22 +56,20 @@ class RowShard:
         return len(self.keys_SK)
 
     @cached_property
-    def _reader(self) -> pa.RecordBatchFileReader:
+    def reader(self) -> pa.RecordBatchFileReader:
+        """The file of rows. Raises CorruptArtifact, UnreadableArtifact."""
         verify_contents(self.artifact.folder, self.artifact.manifest, [_ROWS])
         try:
-            return pa.ipc.open_file(pa.memory_map(str(self.artifact.folder / _ROWS)))
+            # Not mapped: the batches are compressed, and touched pages of a map would count as memory of this process.
+            return pa.ipc.open_file(pa.OSFile(str(self.artifact.folder / _ROWS)))
         except (OSError, pa.ArrowInvalid) as error:
             raise CorruptArtifact(
                 f"{self.artifact.folder / _ROWS} does not hold rows: {error}", "corrupt-shard"
             ) from error
 
-    @cached_property
-    def _batch(self) -> Any:
-        return lru_cache(_BATCHES_IN_MEMORY)(self._reader.get_batch)
-
     def identities(self) -> Keys:
         """Return the column `IDENTITY` of all rows. Raises CorruptArtifact."""
-        batches = (self._reader.get_batch(number) for number in range(self._reader.num_record_batches))
+        batches = (self.reader.get_batch(number) for number in range(self.reader.num_record_batches))
         return keys_of([identity for batch in batches for identity in batch.column(IDENTITY).to_pylist()])
 
     def take(self, rows: Rows) -> list[pa.RecordBatch]:
@@ -82,8 +79,13 @@ class RowShard:
         parts = []
         for begin, end in pairwise(bounds):
             number = int(batches[begin])
-            parts.append(self._batch(number).take(pa.array(rows[begin:end] - self.starts_B[number])))
+            parts.append(_read_batch(self, number).take(pa.array(rows[begin:end] - self.starts_B[number])))
         return parts
+
+
+@lru_cache(_BATCHES_IN_MEMORY)
+def _read_batch(shard: RowShard, number: int) -> pa.RecordBatch:
+    return shard.reader.get_batch(number)
 
 
 @dataclass

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile
-from training.contract.identity.fingerprint import value_digest
+from training.contract.identity.fingerprint import StreamFingerprint, value_digest
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.quarantine import Quarantined
 from training.data.reading.converted_pairs import ConvertedPair
@@ -95,7 +95,7 @@ class PairWriter:
     folder: Path
     validation_fraction: float
     duplicates: Duplicates
-    digests: list[bytes] = field(default_factory=list)
+    pairs: StreamFingerprint = field(default_factory=lambda: StreamFingerprint("raw_preferences"))
     refused: list[bytes] = field(default_factory=list)
     first_refused: dict[str, str] = field(default_factory=dict)  # by reason
     held_out_prompts: set[bytes] = field(default_factory=set)
@@ -129,9 +129,9 @@ class PairWriter:
         if source.name is not None:
             origin["source_name"] = source.name
         turns, identity = pair.turns, pair.identity.identity.hex()
-        row = {"row": len(self.digests), **turns, **origin, "source": file.file.name, "identity": identity}
+        row = {"row": self.pairs.count, **turns, **origin, "source": file.file.name, "identity": identity}
         self._pairs.add(row)
-        self.digests.append(pair.digest(origin))
+        self.pairs.add(pair.digest(origin))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
@@ -153,7 +153,7 @@ class PairWriter:
         return "validation" if is_held_out else split_of(prompt_sha256, self.validation_fraction)
 
     def check_not_empty(self) -> None:
-        if self.digests:
+        if self.pairs.count:
             return
         counts = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
         causes = ", ".join(f"{count} x {reason}" for reason, count in counts) or "0 rows"
@@ -184,8 +184,14 @@ class PairWriter:
                     "held-out-without-pairs",
                 )
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the pairs, then the quarantined rows, in order. Call it once, at the end."""
+        for refused in self.refused:
+            self.pairs.add(refused)
+        return self.pairs.fingerprint()
+
     def details(self) -> dict[str, Any]:
-        pairs, quarantined, duplicates = len(self.digests), self.reasons.total(), self.duplicates
+        pairs, quarantined, duplicates = self.pairs.count, self.reasons.total(), self.duplicates
         return {
             "counts": {
                 "pairs": pairs,

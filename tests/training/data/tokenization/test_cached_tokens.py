@@ -120,9 +120,10 @@ import sys, time
 from pathlib import Path
 from training import main
 from training.contract.protocol.job import Job
+from training.contract.store import row_cache
 from training.data.tokenization import cached_tokens
 from training.distributed import ALONE
-cached_tokens.COMMIT_SECONDS, cached_tokens._BATCH_ROWS = 0.0, 16
+row_cache.COMMIT_SECONDS, cached_tokens._BATCH_ROWS = 0.0, 16
 encode = cached_tokens.encode_batches
 def slowly(*given):
     for done in encode(*given):
