@@ -91,6 +91,8 @@ def _run(function: Callable[[], Result], sender: Connection, parent: int) -> Non
 
 def prepare_child(parent: int) -> None:
     """Prepare a forked process: it ends with its parent, and tokenizers use one thread, as theirs were not forked."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a pool ends its processes by it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, too
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -92,10 +92,21 @@ def test_encode_batches_of_few_rows_uses_one_other_process():
 
 
 def test_encode_batches_with_a_killed_process_goes_on(three_processes):
+    """Also if it held the lock of the pool's queue, and this process handles SIGTERM."""
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        encode_with_a_killed_process()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def encode_with_a_killed_process():
     def batches():
         for number in range(9):
             if number == 3:
-                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+                time.sleep(0.3)  # so that one of them waits at the queue
+                for process in multiprocessing.active_children()[:2]:
+                    os.kill(process.pid, signal.SIGKILL)
             yield [{"row": number}, {"row": number}]
 
     encoded = list(encode_batches(pid_encoder(0.05), batches(), 9))
