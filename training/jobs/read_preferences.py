@@ -16,13 +16,14 @@ from training.contract.files.local_files import DataFile, distinct_names
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
+from training.contract.store.row_cache import PairCache
 from training.contract.store.store import JobResult, Store
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.formats import FORMATS
 from training.data.formats.messages import Pair
 from training.data.formats.quarantine import Quarantined, QuarantineReason, Row
 from training.data.formats.ranked_responses import check_labels_from_1
-from training.data.reading.converted_pairs import CachedPairs, ConvertedPair, pair_cache, pair_rule
+from training.data.reading.converted_pairs import CachedPairs, ConvertedPair, pair_rule
 from training.data.reading.duplicates import Duplicates
 from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
@@ -120,7 +121,7 @@ class _PairCaches:
     def of(self, name: str, columns: ColumnMapping) -> CachedPairs:
         rule = pair_rule(name, columns, self.job.code_version)
         if rule not in self.by_rule:
-            self.by_rule[rule] = CachedPairs(pair_cache(rule, store=Store(self.job.store), note=self.events.note))
+            self.by_rule[rule] = CachedPairs(PairCache(Store(self.job.store), rule, self.events.note))
         return self.by_rule[rule]
 
     def details(self) -> dict[str, Any]:

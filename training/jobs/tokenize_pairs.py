@@ -32,16 +32,18 @@ from training.contract.identity.fingerprint import canonical_json, fingerprint_o
 from training.contract.identity.software import SOFTWARE
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
+from training.contract.store.row_cache import TokenCache
 from training.contract.store.store import JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER, read_spec
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.data.tokenization.cached_tokens import CachedTokens
+from training.data.tokenization.encoded_pair import DropReason, OverLength
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenization.retokenize import made_before
-from training.data.tokenization.token_rows import pair_lines, token_cache, token_rule
-from training.data.tokenization.tokenize_pair import DropReason, OverLength, PairEncoder
+from training.data.tokenization.token_rows import pair_lines, token_rule
+from training.data.tokenization.tokenize_pair import PairEncoder
 from training.distributed import Group
 
 _BINS = 24
@@ -75,7 +77,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     if (known := made_before(job, encoder, events)) is not None:
         return known
     rule = token_rule(spec, job.code_version, job.settings.get(SOFTWARE, {}))
-    cache = token_cache(rule, store=Store(job.store), note=events.note)
+    cache = TokenCache(Store(job.store), rule, events.note)
     tokens = CachedTokens(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, encoder, cache, events)
     events.phase("tokenizing")
     tokens.fill(tally.check_length)

@@ -11,16 +11,18 @@ import pyarrow.parquet as pq
 
 from training.contract.config.recipe import Dtype
 from training.contract.errors import CorruptArtifact
-from training.contract.store.logprob_cache import scoring_rule
+from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import read_manifest
-from training.contract.store.row_cache import KEY_BYTES, PAIR_CACHE, TOKEN_CACHE, RowCache, keys_of
+from training.contract.store.row_cache import KEY_BYTES, PairCache, RowCache, TokenCache, keys_of
 from training.contract.store.shard_cache import Keys
 from training.contract.store.store import Store
 
-_LOGPROB_CACHE = "memo"
 # The caches of rows: the kind of artifacts made from them, and the detail with their rules.
-_ROW_CACHES = {PAIR_CACHE: ("raw_preferences", "pair_rules"), TOKEN_CACHE: ("tokenized_pairs", "token_rules")}
-CACHES = (_LOGPROB_CACHE, *_ROW_CACHES)
+_ROW_CACHES: dict[type[RowCache], tuple[str, str]] = {
+    PairCache: ("raw_preferences", "pair_rules"),
+    TokenCache: ("tokenized_pairs", "token_rules"),
+}
+CACHES = (LogprobCache.name, *(cache.name for cache in _ROW_CACHES))
 Reference = tuple[str, str]  # kind and fingerprint
 
 
@@ -39,7 +41,7 @@ class KeptCaches:
     def keep(self, kind: str, name: str) -> bool:
         """Return whether the shard `name` of the cache `kind`, such as `memo/<rule>`, is kept."""
         cache, _, rule = kind.partition("/")
-        if cache == _LOGPROB_CACHE:
+        if cache == LogprobCache.name:
             return rule in self._scoring_rules
         return (kind, name) in self._row_shards
 
@@ -59,7 +61,7 @@ class KeptCaches:
     @cached_property
     def _row_shards(self) -> set[Reference]:
         rows = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *self._kept_rows()])
-        caches = [RowCache(self._store, rule, name=name) for name in _ROW_CACHES for rule in self._rules_of(name)]
+        caches = [cache(self._store, rule) for cache in _ROW_CACHES for rule in self._rules_of(cache)]
         return {(cache.kind, shard) for cache in caches for shard in cache.shards_in_use(rows)}
 
     def _kept_rows(self) -> Iterator[Keys]:
@@ -68,7 +70,7 @@ class KeptCaches:
                 table = pq.read_table(self._store.folder(*preferences) / "preferences.parquet", columns=["identity"])
                 yield keys_of(table["identity"].to_pylist())
 
-    def _rules_of(self, cache: str) -> set[str]:
+    def _rules_of(self, cache: type[RowCache]) -> set[str]:
         """Return the rules of all derivations of kept artifacts."""
         kind, detail = _ROW_CACHES[cache]
         keys, rules = self._keys(kind), set()

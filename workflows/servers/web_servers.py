@@ -54,14 +54,14 @@ def web_servers(
     """
     port = usable_port(ports[0], report)
     servers: list[Server] = []
+    environment = {ALLOWED_HOSTS_VARIABLE: ",".join(hosts)}
     pages = registry.tracking_uri
     if not is_server(registry.tracking_uri):
         servers.append(_mlflow_server(home, registry, usable_port(ports[1], report), hosts))
         # The address can be noted only beside a file, so pass it to the runs started by Dagster.
-        pages = os.environ.get(PAGES_VARIABLE) or servers[0].address
+        environment[PAGES_VARIABLE] = pages = os.environ.get(PAGES_VARIABLE) or servers[0].address
     report("Starting the web servers; this takes up to half a minute.")
     with tempfile.TemporaryDirectory(prefix="pedigree-") as sockets:
-        environment = {ALLOWED_HOSTS_VARIABLE: ",".join(hosts), PAGES_VARIABLE: pages}
         dagster = _dagster_servers(home, instance, port, Path(sockets), environment)
         with serving([*servers, *dagster], report) as processes:
             if servers:

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.contract.identity.fingerprint import sequence_key
-from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, OverLength, ResponseTokens, fit, inside
+from training.data.tokenization.encoded_pair import Dropped, EncodedPair, OverLength, ResponseTokens, fit
+from training.data.tokenization.tokenize_pair import inside
 
 pytestmark = pytest.mark.shared
 SIDES = ("chosen", "rejected")

@@ -27,7 +27,7 @@ from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.job import Input, Job
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.row_cache import RowCache, keys_of
+from training.contract.store.row_cache import TokenCache, keys_of
 from training.contract.store.store import JobResult
 from training.contract.system.locks import holding
 from workflows.commands.gc import GarbageCollector, collect
@@ -413,12 +413,15 @@ def test_gc_keeps_shards_of_tokens_of_which_half_are_in_use(checkout):
     store = checkout.services.store
     [rule] = [folder.name for folder in (store.root / "tokens").iterdir()]
     [in_use] = store.fingerprints(f"tokens/{rule}")
-    cache = RowCache(store, rule, name="tokens", schema=(schema := pa.schema([("n", pa.int64())])))
+    cache, empty = (
+        TokenCache(store, rule),
+        {"prompt_key": bytes(32), "chosen_key": bytes(32), "rejected_key": bytes(32)},
+    )
     rows = pq.read_table(next(store.root.glob("raw_preferences/*/preferences.parquet")))["identity"].to_pylist()
     others = ["f" * 31 + digit for digit in "0123"]
 
     def add(identities, rule=rule):
-        batch = pa.RecordBatch.from_pydict({"n": list(range(len(identities)))}, schema)
+        batch = pa.RecordBatch.from_pylist([empty] * len(identities), cache.schema)
         return dataclasses.replace(cache, rule=rule).add(keys_of(identities), [batch]).fingerprint
 
     half, less, unused = add([*rows[:3], *others[:3]]), add([*rows[:3], *others]), add(rows[:2], rule="e" * 64)

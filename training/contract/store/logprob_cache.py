@@ -52,12 +52,9 @@ class LookupResult:
 class LogprobCache(ShardCache[LogprobShard]):
     """All cached log-probs of `rule`."""
 
+    name = "memo"
     title = "log-prob cache"
     again = "score its sequences again"
-
-    @property
-    def kind(self) -> str:
-        return f"memo/{self.rule}"
 
     def open_shard(self, artifact: Artifact) -> LogprobShard:
         return open_shard(artifact)

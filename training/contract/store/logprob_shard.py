@@ -24,9 +24,8 @@ from safetensors.numpy import save_file
 
 from training.contract.errors import CorruptArtifact
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint_of_stream
-from training.contract.identity.safetensors_file import map_tensors
-from training.contract.store.manifest import read_error, verify_contents
-from training.contract.store.shard_cache import Keys, key_prefixes
+from training.contract.store.manifest import verify_contents
+from training.contract.store.shard_cache import Keys, key_prefixes, read_arrays
 from training.contract.store.store import Artifact
 from training.contract.system.atomic_io import write_error
 
@@ -63,7 +62,7 @@ class LogprobShard:
 
     def _tokens(self) -> TokenLogProbs:
         verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
-        tokens_N: TokenLogProbs = _read(self.artifact.folder / _TOKENS, {"tokens": np.float32})["tokens"]
+        tokens_N: TokenLogProbs = read_arrays(self.artifact.folder / _TOKENS, {"tokens": np.float32})["tokens"]
         return tokens_N
 
 
@@ -99,22 +98,9 @@ def open_shard(artifact: Artifact) -> LogprobShard:
     """Open the shard in `artifact` and verify its index. Raises CorruptArtifact if it is corrupt or not a shard."""
     verify_contents(artifact.folder, artifact.manifest, [_INDEX])
     path = artifact.folder / _INDEX
-    arrays = _read(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})
+    arrays = read_arrays(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})
     rows = len(arrays["counts"])
     shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,)}
     if (actual := {name: array.shape for name, array in arrays.items()}) != shapes:
         raise CorruptArtifact(f"{path} has arrays of shapes {actual}, expected {shapes}", "corrupt-shard")
     return LogprobShard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
-
-
-def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:
-    try:
-        arrays = map_tensors(path)
-    except OSError as error:
-        raise read_error(path, error) from error
-    except ValueError as error:
-        raise CorruptArtifact(f"{path} is not part of a log-prob shard: {error}", "corrupt-shard") from error
-    actual = {name: array.dtype for name, array in arrays.items()}
-    if actual != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
-        raise CorruptArtifact(f"{path} holds {actual}, expected {dtypes}", "corrupt-shard")
-    return arrays

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +26,12 @@ from safetensors.numpy import save_file
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import fingerprint_of_stream
-from training.contract.identity.safetensors_file import map_tensors
 from training.contract.identity.software import SOFTWARE
-from training.contract.store.manifest import Derivation, read_error, verify_contents
-from training.contract.store.shard_cache import Keys, Rows, ShardCache
+from training.contract.store.manifest import Derivation, verify_contents
+from training.contract.store.shard_cache import Keys, Rows, ShardCache, read_arrays
 from training.contract.store.store import Artifact, JobResult
 from training.contract.system.atomic_io import write_error
 
-TOKEN_CACHE = "tokens"  # tokens of the rows of raw_preferences, by identity
-PAIR_CACHE = "pairs"  # pairs of the rows of data files, by content
-IDENTITY = "identity"  # the column of a cached pair that is the key of its tokens
 KEY_BYTES = 16
 _INDEX, _ROWS = "index.safetensors", "rows.arrow"
 _FORMAT = "1"
@@ -67,11 +64,6 @@ class RowShard:
                 f"{self.artifact.folder / _ROWS} does not hold rows: {error}", "corrupt-shard"
             ) from error
 
-    def identities(self) -> Keys:
-        """Return the column `IDENTITY` of all rows. Raises CorruptArtifact."""
-        batches = (self.reader.get_batch(number) for number in range(self.reader.num_record_batches))
-        return keys_of([identity for batch in batches for identity in batch.column(IDENTITY).to_pylist()])
-
     def take(self, rows: Rows) -> list[pa.RecordBatch]:
         """Return these rows, in their order, in parts. Raises CorruptArtifact, UnreadableArtifact."""
         batches = np.searchsorted(self.starts_B, rows, side="right") - 1
@@ -88,33 +80,23 @@ def _read_batch(shard: RowShard, number: int) -> pa.RecordBatch:
     return shard.reader.get_batch(number)
 
 
-@dataclass
 class RowCache(ShardCache[RowShard]):
-    """All cached rows of `rule`. `name` is the first part of the kind of its shards."""
+    """All cached rows of `rule`. A subclass has the columns, as `schema`."""
 
-    name: str = field(kw_only=True)
-    schema: pa.Schema = field(kw_only=True, default=pa.schema([]))  # needed to read and to add rows
-
-    title = "cache of rows"
-    again = "make its rows again"
-
-    @property
-    def kind(self) -> str:
-        return f"{self.name}/{self.rule}"
+    schema: ClassVar[pa.Schema]
 
     def open_shard(self, artifact: Artifact) -> RowShard:
         verify_contents(artifact.folder, artifact.manifest, [_INDEX])
         path = artifact.folder / _INDEX
-        try:
-            arrays = map_tensors(path)
-        except OSError as error:
-            raise read_error(path, error) from error
-        except ValueError as error:
-            raise CorruptArtifact(f"{path} is not the index of rows: {error}", "corrupt-shard") from error
-        if arrays.keys() != {"keys", "starts"} or arrays["keys"].shape != (int(arrays["starts"][-1]), KEY_BYTES):
+        arrays = read_arrays(path, {"keys": np.uint8, "starts": np.int64})
+        if arrays["keys"].shape != (int(arrays["starts"][-1]), KEY_BYTES):
             shapes = {name: array.shape for name, array in arrays.items()}
-            raise CorruptArtifact(f"{path} has arrays of shapes {shapes}, expected keys and starts", "corrupt-shard")
+            raise CorruptArtifact(f"{path} has arrays of shapes {shapes}", "corrupt-shard")
         return RowShard(artifact, arrays["keys"], arrays["starts"])
+
+    def identities(self, shard: RowShard) -> Keys:
+        """Return the identity in `raw_preferences` of each row of a shard."""
+        return shard.keys_SK
 
     def shards_in_use(self, identities_QK: Keys) -> set[str]:
         """Return the fingerprints of the shards with at least half of their rows among these identities."""
@@ -122,8 +104,7 @@ class RowCache(ShardCache[RowShard]):
         wanted, in_use = _as_items(identities_QK), set()
         for name, shard in self._shards.items():
             with suppress(StoreError):  # a corrupt shard is not in use
-                own = shard.identities() if self.name == PAIR_CACHE else shard.keys_SK
-                if np.isin(_as_items(own), wanted).sum() * 2 >= len(shard):
+                if np.isin(_as_items(self.identities(shard)), wanted).sum() * 2 >= len(shard):
                     in_use.add(name)
         return in_use
 
@@ -175,6 +156,39 @@ class RowCache(ShardCache[RowShard]):
         except SafetensorError as error:
             raise write_error("write a shard", folder, error) from error
         return fingerprint_of_stream(self.kind, [keys_SK.tobytes(), hash_file(folder / _ROWS).encode()])
+
+
+class PairCache(RowCache):
+    """The pairs of rows of data files, by the content of the row (data/reading/converted_pairs.py)."""
+
+    name, title, again = "pairs", "pair cache", "convert its rows again"
+    schema = pa.schema(
+        [
+            *((part, pa.binary()) for part in ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")),
+            ("prompt_digest", pa.binary(32)),
+            ("identity", pa.string()),
+            ("opposite", pa.binary(16)),
+        ]
+    )
+
+    def identities(self, shard: RowShard) -> Keys:
+        batches = (shard.reader.get_batch(number) for number in range(shard.reader.num_record_batches))
+        return keys_of([identity for batch in batches for identity in batch.column("identity").to_pylist()])
+
+
+class TokenCache(RowCache):
+    """The tokens of pairs, by the pair's identity (data/tokenization/token_rows.py)."""
+
+    name, title, again = "tokens", "token cache", "tokenize its rows again"
+    schema = pa.schema(
+        [
+            *((name, pa.list_(pa.int32())) for name in ("prompt", "chosen", "rejected")),
+            *((name, pa.list_(pa.bool_())) for name in ("chosen_mask", "rejected_mask")),
+            *((name, pa.binary(32)) for name in ("chosen_key", "rejected_key", "prompt_key")),
+            ("reason", pa.string()),
+            ("detail", pa.string()),
+        ]
+    )
 
 
 @dataclass

@@ -12,16 +12,20 @@ Legend: S keys of a shard, Q requested keys, R requested keys without an answer 
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from training.contract.errors import StoreError
+from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.fingerprint import short
+from training.contract.identity.safetensors_file import map_tensors
 from training.contract.identity.software import SOFTWARE
+from training.contract.store.manifest import read_error
 from training.contract.store.store import Artifact, Store
 
 Keys = npt.NDArray[np.uint8]
@@ -91,7 +95,7 @@ class ShardIndex(Generic[AnyShard]):
 
 
 @dataclass
-class ShardCache(Generic[AnyShard]):
+class ShardCache(ABC, Generic[AnyShard]):
     """All shards of `rule`. `note` is called with a message for every shard set aside.
 
     `software`: the library versions and the device of this process, written beside the shards it adds.
@@ -103,16 +107,17 @@ class ShardCache(Generic[AnyShard]):
     software: Mapping[str, str] = field(default_factory=dict)
     _shards: dict[str, AnyShard] = field(default_factory=dict, init=False, repr=False)
     _index: ShardIndex[AnyShard] = field(default_factory=lambda: ShardIndex([]), init=False, repr=False)
+    name: ClassVar[str]  # the first part of the kind of its shards
     title: ClassVar[str]  # in notes: the cache, and what is done again
     again: ClassVar[str]
 
     @property
     def kind(self) -> str:
-        raise NotImplementedError
+        return f"{self.name}/{self.rule}"
 
+    @abstractmethod
     def open_shard(self, artifact: Artifact) -> AnyShard:
         """Open the shard in `artifact` and verify its index. Raises CorruptArtifact."""
-        raise NotImplementedError
 
     def bytes(self) -> int:
         """Return the size of all shards."""
@@ -179,6 +184,20 @@ class ShardCache(Generic[AnyShard]):
 def _age(shard: Shard) -> tuple[str, str]:
     """Return the sort key of shards: the second of creation, then the fingerprint."""
     return shard.artifact.manifest.created, shard.artifact.fingerprint
+
+
+def read_arrays(path: Path, dtypes: Mapping[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:
+    """Map the arrays of a shard's file. Raises CorruptArtifact if it has others, UnreadableArtifact."""
+    try:
+        arrays = map_tensors(path)
+    except OSError as error:
+        raise read_error(path, error) from error
+    except ValueError as error:
+        raise CorruptArtifact(f"{path} is not part of a shard: {error}", "corrupt-shard") from error
+    actual = {name: array.dtype for name, array in arrays.items()}
+    if actual != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
+        raise CorruptArtifact(f"{path} holds {actual}, expected {dtypes}", "corrupt-shard")
+    return arrays
 
 
 def key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:

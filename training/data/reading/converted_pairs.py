@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from training.contract.identity.fingerprint import canonical_json, canonical_object, fingerprint, value_digest
-from training.contract.store.row_cache import IDENTITY, KEY_BYTES, PAIR_CACHE, NewShard, RowCache
+from training.contract.store.row_cache import KEY_BYTES, NewShard, PairCache
 from training.contract.store.shard_cache import Keys
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.messages import Message, Pair, message
@@ -25,14 +25,6 @@ from training.data.reading.duplicates import PairIdentity
 
 _PARTS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
 _PLAIN_FIELDS = ("role", "content")
-PAIR_ROWS = pa.schema(
-    [
-        *((part, pa.binary()) for part in _PARTS),
-        ("prompt_digest", pa.binary(32)),
-        (IDENTITY, pa.string()),
-        ("opposite", pa.binary(16)),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class ConvertedPair:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> "ConvertedPair":
         parts = {part: row[part] for part in _PARTS if row[part] is not None}
-        return cls(parts, row["prompt_digest"], PairIdentity(bytes.fromhex(row[IDENTITY]), row["opposite"]))
+        return cls(parts, row["prompt_digest"], PairIdentity(bytes.fromhex(row["identity"]), row["opposite"]))
 
     @property
     def turns(self) -> dict[str, Any]:
@@ -63,7 +55,7 @@ class ConvertedPair:
 
     def row(self) -> dict[str, Any]:
         """Return the row of the cache."""
-        identity = {IDENTITY: self.identity.identity.hex(), "opposite": self.identity.opposite}
+        identity = {"identity": self.identity.identity.hex(), "opposite": self.identity.opposite}
         return {**self.parts, "prompt_digest": self.prompt_digest, **identity}
 
     def digest(self, origin: Mapping[str, Any]) -> bytes:
@@ -78,15 +70,11 @@ def pair_rule(format: str, columns: ColumnMapping, code_version: str) -> str:
     return fingerprint("pair_rule", {"format": format, **mapping, "code_version": code_version})
 
 
-def pair_cache(rule: str, **cache: Any) -> RowCache:
-    return RowCache(rule=rule, name=PAIR_CACHE, schema=PAIR_ROWS, **cache)
-
-
 @dataclass
 class CachedPairs:
     """The pair cache of one rule during a pass."""
 
-    cache: RowCache
+    cache: PairCache
     known: int = 0
     _new: list[tuple[bytes, ConvertedPair]] = field(default_factory=list)
 
@@ -112,7 +100,9 @@ class CachedPairs:
         """Pass on the rows added since the last call."""
         if self._new:
             rows = [pair.row() for _, pair in self._new]
-            self._shard.add(_as_keys([key for key, _ in self._new]), pa.RecordBatch.from_pylist(rows, PAIR_ROWS))
+            self._shard.add(
+                _as_keys([key for key, _ in self._new]), pa.RecordBatch.from_pylist(rows, self.cache.schema)
+            )
             self._new = []
 
     def commit(self) -> None:

@@ -1,6 +1,6 @@
 """The tokens of all rows of `raw_preferences`, through the token cache."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter, Progress
@@ -42,11 +43,11 @@ class CachedTokens:
 
     def fill(self, check: Callable[[Mapping[str, Any], str, str], None]) -> None:
         """Tokenize the rows that the cache lacks. `check` gets each dropped one, with reason and detail, and may raise."""
-        missing = self._count_missing()
-        self.cached = len(self) - missing
-        self.events.note(f"{len(self):,} rows: {self.cached:,} in the token cache, {missing:,} to tokenize")
-        if missing:
-            self._encode(range(self.source.num_row_groups), missing, check)
+        missing = [self._missing_in(number) for number in range(self.source.num_row_groups)]
+        count = sum(map(len, missing))
+        self.cached = len(self) - count
+        self.events.note(f"{len(self):,} rows: {self.cached:,} in the token cache, {count:,} to tokenize")
+        self._encode(dict(enumerate(missing)), check)
 
     def groups(self) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Yield for each row group its columns of origin and its tokens."""
@@ -68,20 +69,25 @@ class CachedTokens:
         for _ in range(_TRIES):
             if (table := self.cache.rows(keys)) is not None:
                 return table
-            self._encode([group], len(keys), lambda *_: None)
+            self._encode({group: self._missing_in(group)}, lambda *_: None)
         raise TrainingError(
             f"the token cache in {self.cache.store.root} lost rows {_TRIES} times while they were read; check its disk and run "
             "again",
             "cache-shards-lost",
         )
 
-    def _count_missing(self) -> int:
-        groups = (self.source.read_row_group(n, columns=["identity"]) for n in range(self.source.num_row_groups))
-        return sum(int((~self.cache.lookup(_keys_of(group))).sum()) for group in groups)
+    def _missing_in(self, group: int) -> NDArray[np.int64]:
+        """Return the positions in a row group of the rows that the cache lacks."""
+        keys = _keys_of(self.source.read_row_group(group, columns=["identity"]))
+        return np.flatnonzero(~self.cache.lookup(keys))
 
-    def _encode(self, groups: Iterable[int], rows: int, check: Callable[[Mapping[str, Any], str, str], None]) -> None:
+    def _encode(
+        self, missing: Mapping[int, NDArray[np.int64]], check: Callable[[Mapping[str, Any], str, str], None]
+    ) -> None:
+        """Tokenize rows into the cache: their positions by row group."""
+        rows = sum(map(len, missing.values()))
         progress, shard = Progress(self.events, rows, "pairs"), NewShard(self.cache)
-        for batch, tokens in encode_batches(self.encoder, self._missing_batches(groups), rows):
+        for batch, tokens in encode_batches(self.encoder, self._batches(missing), rows):
             for at in np.flatnonzero(tokens.column("reason").is_valid().to_numpy(zero_copy_only=False)):
                 check(batch[at], tokens.column("reason")[at].as_py(), tokens.column("detail")[at].as_py())
             shard.add(keys_of([row["identity"] for row in batch]), tokens)
@@ -89,15 +95,12 @@ class CachedTokens:
             progress.advance(len(batch))
         shard.commit()
 
-    def _missing_batches(self, groups: Iterable[int]) -> Iterator[Rows]:
-        for number in groups:
-            keys = _keys_of(self.source.read_row_group(number, columns=["identity"]))
-            missing = np.flatnonzero(~self.cache.lookup(keys))
-            if not len(missing):
-                continue
-            table = self.source.read_row_group(number).take(pa.array(missing))
-            for begin in range(0, len(table), _BATCH_ROWS):
-                yield table.slice(begin, _BATCH_ROWS).to_pylist()
+    def _batches(self, missing: Mapping[int, NDArray[np.int64]]) -> Iterator[Rows]:
+        for group, positions in missing.items():
+            if len(positions):
+                table = self.source.read_row_group(group).take(pa.array(positions))
+                for begin in range(0, len(table), _BATCH_ROWS):
+                    yield table.slice(begin, _BATCH_ROWS).to_pylist()
 
 
 def _keys_of(group: pa.Table) -> Keys:

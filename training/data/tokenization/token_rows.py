@@ -18,21 +18,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint, sequence_key_of_parts
-from training.contract.store.row_cache import TOKEN_CACHE, RowCache
+from training.contract.store.row_cache import TokenCache
+from training.data.tokenization.encoded_pair import Dropped, EncodedPair
 from training.data.tokenization.pair_dataset import PAIRS_SCHEMA, SIDES
-from training.data.tokenization.tokenize_pair import Dropped, EncodedPair
 
 _LISTS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
 _KEYS = ("chosen_key", "rejected_key", "prompt_key")
-_IDS, _MASK, _KEY = pa.list_(pa.int32()), pa.list_(pa.bool_()), pa.binary(KEY_BYTES)
-TOKEN_ROWS = pa.schema(
-    [
-        *((name, _MASK if name.endswith("mask") else _IDS) for name in _LISTS),
-        *((name, _KEY) for name in _KEYS),
-        ("reason", pa.string()),
-        ("detail", pa.string()),
-    ]
-)
+TOKEN_ROWS = TokenCache.schema
 _NO_KEY = bytes(KEY_BYTES)
 _RULE_FIELDS = (
     *("train_on", "max_length", "over_length", "template", "template_kwargs", "date", "end_of_turn"),
@@ -44,10 +36,6 @@ def token_rule(spec: Mapping[str, Any], code_version: str, software: Mapping[str
     """Return the fingerprint of all that the tokens of a row depend on, except its text."""
     rule = {name: spec[name] for name in _RULE_FIELDS} | {"code_version": code_version, "software": dict(software)}
     return fingerprint("token_rule", rule)
-
-
-def token_cache(rule: str, **cache: Any) -> RowCache:
-    return RowCache(rule=rule, name=TOKEN_CACHE, schema=TOKEN_ROWS, **cache)
 
 
 def to_rows(outcomes: Sequence[EncodedPair | Dropped]) -> pa.RecordBatch:
@@ -67,7 +55,7 @@ def to_rows(outcomes: Sequence[EncodedPair | Dropped]) -> pa.RecordBatch:
         for name, column in keys.items():
             column.append(row[name])
     arrays = [_list_array(lists[name], TOKEN_ROWS.field(name).type.value_type) for name in _LISTS]
-    arrays += [pa.array(keys[name], _KEY) for name in _KEYS]
+    arrays += [pa.array(keys[name], TOKEN_ROWS.field(name).type) for name in _KEYS]
     arrays += [pa.array([reason[part] for reason in reasons], pa.string()) for part in (0, 1)]
     return pa.RecordBatch.from_arrays(arrays, schema=TOKEN_ROWS)
 

@@ -24,8 +24,9 @@ from training.contract.system.child_process import (
     prepare_child,
     run_in_child,
 )
+from training.data.tokenization.encoded_pair import Dropped, DropReason
 from training.data.tokenization.token_rows import to_rows
-from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
+from training.data.tokenization.tokenize_pair import PairEncoder
 
 _FEWEST_ROWS = 4096  # for several processes
 _MOST_PROCESSES = 16  # the parent, which writes the results, cannot keep up with more
@@ -39,6 +40,8 @@ _limit: MemoryLimit
 
 def encode_batches(encoder: PairEncoder, batches: Iterable[Rows], rows: int) -> Iterator[tuple[Rows, pa.RecordBatch]]:
     """Yield each batch with the tokens of its pairs (TOKEN_ROWS), in order. `rows` is the number of rows of all batches."""
+    if not rows:
+        return
     processes = 1 if rows < _FEWEST_ROWS else min(cores(), _MOST_PROCESSES)
     waiting: deque[Rows] = deque()
     source = iter(batches)
@@ -48,12 +51,13 @@ def encode_batches(encoder: PairEncoder, batches: Iterable[Rows], rows: int) -> 
                 waiting.popleft()
                 yield batch, tokens
             return
-        except BrokenProcessPool:
-            batch = waiting.popleft()
-        yield (
-            batch,
-            pa.Table.from_batches([_encode_alone(encoder, row) for row in batch]).combine_chunks().to_batches()[0],
-        )
+        except BrokenProcessPool as error:
+            if not waiting:
+                raise RuntimeError(
+                    "the processes that encode pairs cannot start; their error is in the job's log"
+                ) from error
+        batch = waiting.popleft()
+        yield batch, pa.concat_batches([_encode_alone(encoder, row) for row in batch])
 
 
 def _encode_in_pool(
@@ -61,7 +65,7 @@ def _encode_in_pool(
 ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
     """Encode the batches in `waiting`, then those of `source`. `waiting` gets the batches without a result yet."""
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _begin, (encoder, os.getpid())) as pool:
-        # Fork all processes now: reading a batch starts threads, which forked processes lack.
+        # Fork all processes now, not while batches are read: that starts threads, and a lock may be held at a fork.
         pool.submit(os.getpid).result()
         results: deque[Future[pa.RecordBatch]] = deque(pool.submit(_encode, batch) for batch in waiting)
         for batch in source:

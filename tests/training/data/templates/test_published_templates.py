@@ -19,7 +19,8 @@ from transformers.utils import chat_template_utils
 
 from training.data.formats.formats import FORMATS
 from training.data.templates.chat_template import ChatTemplate
-from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
+from training.data.tokenization.encoded_pair import Dropped, DropReason
+from training.data.tokenization.tokenize_pair import PairEncoder
 from training.jobs.freeze_tokenizer import check_template
 
 PUBLISHED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))

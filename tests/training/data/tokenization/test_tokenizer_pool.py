@@ -15,7 +15,8 @@ import pytest
 
 from training.contract.system import child_process
 from training.data.tokenization import tokenizer_pool
-from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
+from training.data.tokenization.encoded_pair import Dropped, DropReason
+from training.data.tokenization.tokenize_pair import PairEncoder
 from training.data.tokenization.tokenizer_pool import encode_batches
 
 
@@ -152,7 +153,8 @@ import itertools, multiprocessing
 from tests.training.data.tokenization.test_tokenizer_pool import pid_encoder
 from training.contract.system import child_process
 from training.data.tokenization import tokenizer_pool
-from training.data.tokenization.tokenize_pair import Dropped, DropReason, PairEncoder
+from training.data.tokenization.encoded_pair import Dropped, DropReason
+from training.data.tokenization.tokenize_pair import PairEncoder
 tokenizer_pool.cores = lambda: 3
 for _ in tokenizer_pool.encode_batches(pid_encoder(0.05), itertools.repeat([{}]), 10**6):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
