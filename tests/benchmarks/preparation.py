@@ -35,7 +35,7 @@ MOST_GROWTH_BYTES = 500  # of memory for each pair
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of both jobs. `peak_mb` is that of the process that holds the rows, without its workers."""
+    """The cost of both jobs. `peak_mb` leaves out the processes that only encode."""
 
     reading: float
     tokenizing: float

@@ -6,16 +6,20 @@ preflight, as a form, as an image, in a frame, by websocket. The same page reach
 
 import contextlib
 import json
+import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import psutil
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -122,6 +126,44 @@ def test_a_foreign_host_is_refused_by_websocket_too(servers):
     with pytest.raises(InvalidStatus) as refused, connect(rebound, sock=connection, proxy=None):
         pass
     assert refused.value.response.status_code == 403
+
+
+def test_all_servers_listen_on_loopback(servers):
+    """`servers` are children of this process."""
+    listening = [
+        connection.laddr
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {int(address.rpartition(":")[2]) for address in servers} <= {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def running(command):
+    """Return the ids of the running servers with this word in their command."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found |= {process.pid} if command in process.cmdline() else set()
+    return found
+
+
+def test_ended_servers_are_started_again(servers):
+    """The web server connects to the new code server by itself."""
+    for command in ("dagster._daemon", "code-server"):
+        [ended] = running(command)
+        os.kill(ended, signal.SIGKILL)
+        deadline = time.monotonic() + 90
+        while not running(command) - {ended}:
+            assert time.monotonic() < deadline, command
+            time.sleep(0.5)
+    query = "{ repositoriesOrError { ... on RepositoryConnection { nodes { name } } } }"
+    deadline = time.monotonic() + 90
+    while not (found := graphql(servers[0], query)["repositoriesOrError"].get("nodes")):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    assert len(found) == 1
 
 
 PAGE = """<html><body><script>
