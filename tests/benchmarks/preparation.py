@@ -134,7 +134,7 @@ def growth(data: Path, folder: Path, sizes: list[int]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 40_000, 160_000], help="sizes of the last part")
+    parser.add_argument("--rows", type=int, nargs="+", default=[40_000, 160_000], help="sizes of the last part")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.stdout.write(machine(1) + "\n")

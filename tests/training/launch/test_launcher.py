@@ -115,7 +115,7 @@ def test_run_job_with_checkpoints_keeps_events(make_job: MakeJob) -> None:
     job = make_job("answered")
     job.checkpoints.mkdir(parents=True)
     (job.folder / "answer").touch()
-    job.events.write_text('{"event": "step", "step": 0, "loss": 1.0}\n')
+    job.events.write_text('{"event": "step", "time": 1, "step": 0, "loss": 1.0}\n')
     assert [event["step"] for event in run(job)] == [0, 1, 2]
 
 

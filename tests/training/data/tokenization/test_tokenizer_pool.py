@@ -1,5 +1,6 @@
 """Encoding on several processes: the same pairs in the same order as on one. All processes end."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -125,6 +126,7 @@ class HungryEncoder:
                 case 5:
                     bytearray(child_process.MEMORY_BYTES * 2)
                 case 7:
+                    faulthandler.disable()  # pytest's would print a traceback
                     os.kill(os.getpid(), signal.SIGABRT)  # as Rust does if an allocation fails
             yield Dropped(DropReason.TEMPLATE, "fine")
 
