@@ -25,7 +25,7 @@ from training.contract.store.store import JobResult, Store
 from training.contract.system.atomic_io import free_bytes, is_disk_full, write_error
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
-from training.launch.process_tree import ancestors
+from training.launch.process_tree import ancestors, living_siblings
 
 if TYPE_CHECKING:
     from training.distributed import Group
@@ -46,8 +46,10 @@ WORK: dict[JobKind, str] = {
 }
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
 _MICRO_TOKENS: dict[JobKind, str] = {"policy": "training.micro_tokens", "sft": "reference.sft.micro_tokens"}
-# torchrun needs less time to notice a killed rank and to end the others.
-_TORCHRUN_SECONDS = 3.0
+# The kernel closes a killed process's connections some time before it has ended.
+_ENDING_SECONDS = 3.0
+# torchrun needs less time, on a busy machine too, to notice an ended rank and to end the others.
+_TORCHRUN_SECONDS = 60.0
 
 
 def main(path: Path) -> int:
@@ -145,7 +147,9 @@ def _report(job: Job, error: Exception) -> None:
     if isinstance(error, RuntimeError) and "RANK" in os.environ:
         # The cause may be a connection that another rank closed by its end. A killed rank writes no error.json, and this rank
         # must not write one either: torchrun names the killed rank, and ends this one while it waits.
-        time.sleep(_TORCHRUN_SECONDS)
+        time.sleep(_ENDING_SECONDS)
+        if living_siblings() < int(os.environ["LOCAL_WORLD_SIZE"]):
+            time.sleep(_TORCHRUN_SECONDS)
     rank = int(os.environ.get("RANK", 0))
     Failure(type=type(error).__name__, message=str(error), rank=rank, traceback=text).write_first(job.error)
 

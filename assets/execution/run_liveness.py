@@ -123,7 +123,15 @@ def is_alive(process: str, home: Path) -> bool:
     return is_held(lock if lock.parent.is_dir() else home / "processes" / lock.name)
 
 
-@functools.cache
+_CLAIMED: dict[Path, LockedFolder] = {}
+
+
 def _claim(home: Path) -> LockedFolder:
-    """Return the lock of this process. The kernel releases it when the process ends."""
-    return claim_folder(home / "processes")
+    """Return the lock of this process. The kernel releases it when the process ends.
+
+    Claim another one if the file was removed: a server lives for weeks, and others could not see that it does.
+    """
+    claimed = _CLAIMED.get(home)
+    if claimed is None or not Path(claimed.lock.name).exists():
+        claimed = _CLAIMED[home] = claim_folder(home / "processes")
+    return claimed

@@ -40,6 +40,12 @@ _FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response f
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
+# SQLite's messages for a file that is no database, or a damaged one. They name no remedy.
+_CORRUPT = re.compile(r"file is not a database|disk image is malformed")
+CORRUPT_REMEDY = (
+    "restore it from a backup, or move it away and run the same command: it records this recipe's run and releases its model as "
+    "version 1 of a new registry"
+)
 TRACKING_VARIABLE, REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"
 PAGES_VARIABLE = "PEDIGREE_MLFLOW_UI"  # the address of the web pages of a database
 _ENVIRONMENT = threading.RLock()
@@ -106,6 +112,8 @@ class Connection:
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
         message = f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}"
+        if _sqlite_file(self.uri) and _CORRUPT.search(message):
+            message += f"; {CORRUPT_REMEDY}"
         return (
             RegistryUnavailable(message)
             if is_away(error)

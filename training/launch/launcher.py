@@ -8,7 +8,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -18,6 +18,7 @@ from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
+from training.launch.silence import Silence
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20
@@ -27,6 +28,10 @@ _LOG_BYTES = 64 * 1024
 _ENDED_BY_SIGNAL = re.compile(
     r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
 )
+# How the runtimes of C++ and Rust say so before they abort the process.
+_NO_MEMORY = re.compile(r"std::bad_alloc|memory allocation of \d+ bytes failed")
+# faulthandler's list of modules is long and says nothing about the cause.
+_MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 _FRAME = re.compile(r'^  File (".*", line \d+)', re.MULTILINE)
 
 
@@ -37,6 +42,9 @@ class Handle(Protocol):
 
     def poll(self) -> int | None:
         """Return the exit status (negative: the signal that ended the supervisor), or None while the job runs."""
+
+    def stopped(self) -> Sequence[int]:
+        """Return the ids of the job's processes that a signal has stopped, as SIGSTOP does."""
 
     def cancel(self) -> None:
         """End the job's processes and wait for them. The job may have ended before."""
@@ -52,23 +60,28 @@ class Launcher(Protocol):
 def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
     """Run `job` to its end, and pass each event to `on_event` immediately.
 
-    A job that resumes from checkpoints repeats its earlier events. Raise JobFailed with the root cause and the path of the
-    log. On any other exception, including KeyboardInterrupt, cancel the job and re-raise.
+    A job that resumes from checkpoints repeats its earlier events. A note tells of a long silence. Raise JobFailed with the
+    root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any other exception, including KeyboardInterrupt, cancel the job and re-raise.
     """
     write_job(job)
     follower = Follower(job.events)
-    handle = launcher.start(job, lock)
+    handle, silence = launcher.start(job, lock), Silence()
     try:
         status = None
         while status is None:
             status = handle.poll()  # poll first, so that the last events are read after the end
             for event in follower.new():
+                silence.hear(event)
                 on_event(event)
             if status is None:
+                if (note := silence.note(job.kind, handle.stopped)) is not None:
+                    on_event(note)
+                _check_exists(job)
                 time.sleep(_POLL_SECONDS)
     finally:
         handle.cancel()
     if status != 0:
+        _check_exists(job)
         raise _explain(job, handle.log, status)
 
 
@@ -86,14 +99,27 @@ def write_job(job: Job) -> None:
         raise write_error(f"describe the {job.kind} job", job.folder, error) from error
 
 
+def _check_exists(job: Job) -> None:
+    if not job.path.exists():
+        raise JobFailed(
+            f"{job.folder} was removed while the {job.kind} job ran, so the job was ended; its checkpoints are lost. Run again",
+            "job-folder-removed",
+        )
+
+
 def _explain(job: Job, log: Path, status: int) -> JobFailed:
     """Return the error: the cause with its code, the job, and its log with the traceback, if any."""
     failure = _read_failure(job.error)
     if failure is None:
         text = _read_tail(log)
-        ending = f"the {job.kind} job failed: {_describe_ending(job, text, status)}; its log {log}"
+        ending = f"the {job.kind} job failed: {_describe_ending(job, text, status)}"
+        lacks_memory = _NO_MEMORY.search(text) is not None
+        if lacks_memory:
+            ending += " because it ran out of memory: run it on a machine with more, or with a higher limit"
         lines = "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])
-        return JobFailed(f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{lines}")
+        end = f"ends with\n{lines}" if lines else "is empty"
+        message = f"{ending}; its log {log} ({free_bytes(job.folder):,} bytes free there) {end}"
+        return JobFailed(message, "out-of-memory" if lacks_memory else None)
     cause = without_code(failure.message)
     if failure.traceback:
         frames = _FRAME.findall(failure.traceback)  # empty for an exception group
@@ -142,4 +168,4 @@ def _signal_name(number: int) -> str:
 def _read_tail(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        return file.read().decode(errors="replace")
+        return _MODULES.sub("", file.read().decode(errors="replace"))

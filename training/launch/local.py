@@ -14,8 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
+from training.contract.errors import JobFailed
 from training.contract.protocol.job import RENDEZVOUS, Job
 from training.contract.system.cgroups import cores
+from training.launch.process_tree import stopped_descendants
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -45,6 +49,9 @@ class LocalHandle:
     def poll(self) -> int | None:
         return self._supervisor.poll()
 
+    def stopped(self) -> list[int]:
+        return stopped_descendants(self._supervisor.pid)
+
     def cancel(self) -> None:
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
@@ -62,6 +69,7 @@ class LocalLauncher:
         module_args = ["-m", self._module, str(job.path)]
         command = [sys.executable, *module_args]
         if job.processes > 1:
+            _check_loopback()
             command = [*torchrun(job), *_rendezvous_options(job.rendezvous), *module_args]
         supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
         network = {**_LOOPBACK, RENDEZVOUS: str(job.rendezvous / "ranks")}
@@ -88,6 +96,15 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
             start_new_session=True,
         )
     return LocalHandle(process, job.log, job.rendezvous)
+
+
+def _check_loopback() -> None:
+    """Raise JobFailed if the interface `lo` is down, as in a new network namespace. Gloo's own message names an address."""
+    if not psutil.net_if_stats()["lo"].isup:
+        raise JobFailed(
+            "the network interface `lo` is down, but the processes of a job connect over it: turn it on (`ip link set lo up`)",
+            "loopback-down",
+        )
 
 
 def torchrun(job: Job) -> list[str]:

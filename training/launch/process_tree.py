@@ -30,15 +30,26 @@ def ancestors() -> list[int]:
     return pids
 
 
-def descendants() -> list[int]:
-    """Return the process ids below this process, in any session, including zombies."""
+def descendants(root: int | None = None) -> list[int]:
+    """Return the process ids below `root` (this process by default), in any session, including zombies."""
     children = defaultdict(list)
     for pid, parent in _parents().items():
         children[parent].append(pid)
-    pids = [os.getpid()]
+    pids = [os.getpid() if root is None else root]
     for pid in pids:
         pids.extend(children[pid])
     return pids[1:]
+
+
+def living_siblings() -> int:
+    """Return the number of processes with the same parent as this one, which counts too. Zombies do not count."""
+    return sum(parent == os.getppid() and state != "Z" for state, parent in _states().values())
+
+
+def stopped_descendants(root: int) -> list[int]:
+    """Return the processes below `root` that SIGSTOP, or a debugger, has stopped."""
+    states = _states()
+    return [pid for pid in descendants(root) if pid in states and states[pid][0] in "Tt"]
 
 
 def end_descendants(grace: float) -> None:
@@ -75,9 +86,15 @@ def _reap() -> bool:
 
 
 def _parents() -> dict[int, int]:
-    parents = {}
+    return {pid: parent for pid, (_, parent) in _states().items()}
+
+
+def _states() -> dict[int, tuple[str, int]]:
+    """Return the state and the parent of each process."""
+    states = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             # `pid (name) state parent ...`; the name may contain spaces and parentheses
-            parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-    return parents
+            state, parent, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+            states[int(stat.parent.name)] = state, int(parent)
+    return states

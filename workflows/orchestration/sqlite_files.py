@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from model_registry.connection import CORRUPT_REMEDY
 from workflows.orchestration.resources import pedigree_home
 
 
@@ -33,10 +34,7 @@ def advice() -> str | None:
 
 def _remedy(path: Path) -> str:
     if path.parent.name == "mlflow":
-        return (
-            "restore it from a backup, or move it away and run the same command: it records this recipe's run and releases "
-            "its model as version 1 of a new registry"
-        )
+        return CORRUPT_REMEDY
     return (
         "move it away and run the same command. Dagster then shows no earlier runs, and all results are found again in the "
         "store"

@@ -12,6 +12,10 @@ Row = Mapping[str, Any]
 _MOST_CHARACTERS = 1 << 22
 
 
+# The text of a row, with escapes and columns that are not used. A larger one would need several times its size of memory.
+LONGEST_ROW = 1 << 26
+
+
 class QuarantineReason(StrEnum):
     BAD_JSON = "bad JSON"
     BAD_UNICODE = "invalid unicode"
@@ -40,6 +44,12 @@ class Quarantined(Exception):
     def __init__(self, reason: QuarantineReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+def enormous_row(count: int, unit: str) -> Quarantined:
+    return Quarantined(
+        QuarantineReason.ENORMOUS, f"the row has {count:,} {unit}, expected at most {LONGEST_ROW:,}: split or remove it"
+    )
 
 
 def field_of(row: Row, name: str, path: str = "") -> Any:

@@ -31,7 +31,14 @@ from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, check_unchanged, data_suffix, open_data
 from training.contract.identity.file_stamps import stamp_of
 from training.contract.identity.fingerprint import canonical_json
-from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, strict_json
+from training.data.formats.quarantine import (
+    LONGEST_ROW,
+    Quarantined,
+    QuarantineReason,
+    Row,
+    enormous_row,
+    strict_json,
+)
 from training.data.reading.file_errors import (
     check_encoding,
     check_rows_outside,
@@ -43,6 +50,7 @@ from training.data.reading.file_errors import (
 _BATCH_ROWS = 1024
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
 _DECODER = json.JSONDecoder(parse_int=str)  # so that a number too long to convert fails only its row
+_SHOWN_CHARACTERS = 1000  # of a row that is too long to keep
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -129,6 +137,8 @@ def read_rows(file: DataFile) -> Iterator[ParsedRow | UnparsedRow]:
 
 def parse_row(line: int, text: str) -> ParsedRow:
     """Parse one JSON object strictly: without duplicate keys, NaN, or nesting beyond the parser's limit."""
+    if len(text) > LONGEST_ROW:
+        return ParsedRow(line, {}, text[:_SHOWN_CHARACTERS], enormous_row(len(text), "characters"))
     try:
         value = strict_json(text)
     except Quarantined as problem:
@@ -144,12 +154,26 @@ def parse_row(line: int, text: str) -> ParsedRow:
     return ParsedRow(line, value, text)
 
 
-def _read_lines(path: Path) -> Iterator[UnparsedRow]:
+def _read_lines(path: Path) -> Iterator[ParsedRow | UnparsedRow]:
     with open_data(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_ROW + 1), b""), start=1):
+            if len(line) > LONGEST_ROW:
+                size = len(line) + _skip_line(file, line)
+                start = line[:_SHOWN_CHARACTERS].decode(errors="backslashreplace")
+                yield ParsedRow(number, {}, start, enormous_row(size, "bytes"))
+                continue
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
                 yield UnparsedRow(number, content.rstrip(b"\r\n"))
+
+
+def _skip_line(file: BufferedReader, part: bytes) -> int:
+    """Read to the end of the line that begins with `part`. Return the number of bytes read."""
+    skipped = 0
+    while part and not part.endswith(b"\n"):
+        part = file.readline(LONGEST_ROW)
+        skipped += len(part)
+    return skipped
 
 
 def _read_json(path: Path) -> Iterator[ParsedRow | UnparsedRow]:
@@ -267,6 +291,8 @@ def _check_unique_columns(path: Path, columns: Sequence[str]) -> None:
 
 
 def _csv_record(line: int, header: list[str], cells: list[str]) -> ParsedRow:
+    if (count := sum(map(len, cells))) > LONGEST_ROW:
+        return ParsedRow(line, {}, "".join(cells)[:_SHOWN_CHARACTERS], enormous_row(count, "characters"))
     if len(cells) == len(header):
         return ParsedRow(line, dict(zip(header, cells, strict=True)))
     problem = Quarantined(QuarantineReason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")

@@ -1,0 +1,48 @@
+"""The undisturbed run, a process that starts commands, and the record of what each fault did."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.faults.disturbed import RECIPE, CommandHost, Undisturbed, command_host
+from tests.workflows.conftest import common_folder, demo_maker, small_recipe  # noqa: F401
+from tests.workflows.homes import Home, write_recipe
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small_recipe: Path, common_folder: Path) -> Undisturbed:  # noqa: F811
+    """Run the recipe once, for all test processes. No test changes its home."""
+    folder, home, report = (common_folder / name for name in ("faults/small", "faults/home", "faults/report.json"))
+    with FileLock(common_folder / "faults.lock"):
+        if not report.exists():
+            shutil.rmtree(common_folder / "faults", ignore_errors=True)
+            shutil.copytree(small_recipe, folder)
+            write_recipe(folder, RECIPE)
+            report.write_text(json.dumps(Home(home).run(str(folder))))
+    assets = json.loads(report.read_text())["assets"]
+    return Undisturbed(folder, Home(home), {asset["asset"]: asset["fingerprint"] for asset in assets})
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandHost]:
+    with command_host(tmp_path_factory.mktemp("commands")) as started:
+        yield started
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return a function that notes what a fault did, in the file that the variable FAULTS_FILE names."""
+
+    def note(**fields: Any) -> None:
+        if name := os.environ.get("FAULTS_FILE"):
+            line = json.dumps({"test": request.node.name, **fields}) + "\n"
+            with open(name, "a", encoding="utf-8") as file:
+                file.write(line)
+
+    return note

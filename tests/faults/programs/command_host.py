@@ -1,0 +1,74 @@
+"""Run `pedigree` commands in forks of this process, which has imported all modules: a command of its own spends seconds on that.
+
+Each line of standard input is a request in JSON: `arguments`, `environment`, `output` (a file), and optionally `around`: the
+name of a method of MLflow's client, and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of it. The answer is
+the id of the fork. `{"wait": pid}` is answered by its exit status, and so is a command of the shell, `{"shell": text}`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import sitecustomize
+from mlflow import MlflowClient
+
+import workflows.definitions  # noqa: F401
+from workflows.cli.main import main
+
+
+def interpose(method: str, fault: dict[str, Any]) -> None:
+    original = getattr(MlflowClient, method)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if fault["at"] == "before":
+            sitecustomize.act(fault)
+        result = original(*arguments, **options)
+        if fault["at"] == "after":
+            sitecustomize.act(fault)
+        return result
+
+    setattr(MlflowClient, method, call)
+
+
+def command(request: dict[str, Any]) -> None:
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+    os.setsid()
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if around := request.get("around"):
+        interpose(around, request["fault"])
+    try:
+        main(request["arguments"], prog_name="pedigree")
+    finally:
+        sys.stdout.flush()
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        if pid := request.get("wait"):
+            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        elif text := request.get("shell"):
+            answer = subprocess.run(text, shell=True).returncode
+        elif not (answer := os.fork()):
+            try:
+                command(request)
+            except SystemExit as end:
+                os._exit(end.code if isinstance(end.code, int) else 1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
