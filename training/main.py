@@ -123,7 +123,8 @@ def _explain(job: Job, error: Exception) -> Exception:
         sys.stderr.write(text)
     if lacks_memory:
         advice = ", or ".join(_ways_to_save_memory(job)) or "run it on a machine with more memory"
-        return TrainingError(f"{job.artifact}: {str(error).splitlines()[0]}; {advice}", "out-of-memory")
+        cause = next(iter(str(error).splitlines()), "out of memory")  # a MemoryError has no text
+        return TrainingError(f"{job.artifact}: {cause}; {advice}", "out-of-memory")
     # With the library's own line: the cause may be a quota, or another folder, such as the one for temporary files.
     return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), disk_full_lines[-1])
 

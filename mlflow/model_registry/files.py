@@ -122,7 +122,12 @@ def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         cause = done.stdout.strip() or done.stderr.strip()[-_CAUSE_CHARACTERS:] or f"exit code {done.returncode}"
-        raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}", "packaging-failed")
+        lacks_memory = "MemoryError" in cause
+        advice = "; run it on a machine with more memory" if lacks_memory else ""
+        raise RegistryError(
+            f"{policy} cannot be packaged as an MLflow model: {cause}{advice}",
+            "out-of-memory" if lacks_memory else "packaging-failed",
+        )
 
 
 def _add_tokenizer(tokenizer: Path, folder: Path) -> None:

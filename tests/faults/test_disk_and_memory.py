@@ -18,17 +18,17 @@ pytestmark = pytest.mark.long
 # What happens at the point, the code of the message, and a text in it. `{disk}` is the folder of the file system.
 DO = {
     "the disk is full": "dd if=/dev/zero of={disk}/filler bs=64k 2>/dev/null; true",
-    "the disk becomes read-only": "mount -o remount,ro {disk}",
+    "the disk becomes read-only": "mount --bind {disk}/home {disk}/home && mount -o remount,bind,ro {disk}/home",
     "an allocation fails": "memory",
 }
 UNDO = {
     "the disk is full": "rm -f {disk}/filler",
-    "the disk becomes read-only": "mount -o remount,rw {disk}",
+    "the disk becomes read-only": "umount {disk}/home",
     "an allocation fails": "true",
 }
 CODES = {
     "the disk is full": "[disk-full]",
-    "the disk becomes read-only": "[cannot-write]",
+    "the disk becomes read-only": "[read-only]",
     "an allocation fails": "[out-of-memory]",
 }
 FAULTS = list(itertools.product(STAGES, DO))

@@ -25,8 +25,8 @@ _LOG_LINES = 20
 _LOG_BYTES = 64 * 1024
 # An entry of torchrun's final report: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
 # With several nodes each line begins with its node's number, and lines of other nodes may come between the two.
-_ENDED_BY_SIGNAL = re.compile(
-    r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
+_ENDED = re.compile(
+    r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: (-?\d+) )", re.MULTILINE
 )
 # How the runtimes of C++ and Rust say so before they abort the process.
 _NO_MEMORY = re.compile(r"std::bad_alloc|memory allocation of \d+ bytes failed")
@@ -144,12 +144,13 @@ def _describe_ending(job: Job, log: str, status: int) -> str:
     """Return how the processes ended.
 
     torchrun ends the other ranks by SIGTERM, then by SIGKILL if they do not react, as in a call of NCCL. Its report lists the
-    first failed rank last. So the last rank ended by another signal than SIGTERM is most likely the cause.
+    first failed rank last. So the last rank that ended otherwise than by SIGTERM is most likely the cause.
     """
-    ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
+    ranks = [(int(rank), int(code)) for _, rank, code in _ENDED.findall(log)]
     if ranks:
-        rank, number = min(reversed(ranks), key=lambda entry: entry[1] == signal.SIGTERM)
-        return f"{_rank(job, rank)} was ended by {_signal_name(number)}"
+        rank, code = min(reversed(ranks), key=lambda entry: entry[1] == -signal.SIGTERM)
+        ending = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+        return f"{_rank(job, rank)} {ending}"
     if status < 0:
         return f"its supervisor was ended by {_signal_name(-status)}"
     if status > 128:

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe or option. Wit
 nothing else; if the command fails without a result, that object has an `error`.
 """
 
+import errno
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from sqlalchemy.exc import DatabaseError
 from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
-from training.contract.system.atomic_io import SHARED_HOME_HINT, free_bytes
+from training.contract.system.atomic_io import READ_ONLY_HINT, SHARED_HOME_HINT, free_bytes
 from workflows.orchestration import sqlite_files
 from workflows.orchestration.resources import pedigree_home
 
@@ -108,15 +109,13 @@ def explained(error: BaseException) -> str:
             return str(error) or INTERRUPTED
         case PermissionError():
             return f"{error}; {SHARED_HOME_HINT}"
+        case OSError(errno=errno.EROFS):
+            return f"{error}; {READ_ONLY_HINT}"
         case OSError():
             return _with_home(str(error))
         case DatabaseError():
             message = f"a database refuses: {' '.join(str(error.orig).split())}"
-            if (database := sqlite_files.find_foreign()) is not None:
-                return f"{message}: this user may not write {database}; {SHARED_HOME_HINT}"
-            if (advice := sqlite_files.advice()) is not None:
-                return f"{message}; {advice}"
-            return _with_home(message)
+            return str(sqlite_files.explain(message) or _with_home(message))
     return str(error)
 
 

@@ -1,4 +1,4 @@
-"""The SQLite databases of a home: which of them is corrupt, locked or another user's. SQLite's errors do not name the file."""
+"""The SQLite databases of a home: what makes one refuse. SQLite's errors name neither the file nor the disk."""
 
 import os
 import sqlite3
@@ -7,29 +7,53 @@ from contextlib import closing
 from pathlib import Path
 
 from model_registry.connection import CORRUPT_REMEDY
+from training.contract.errors import StoreError
+from training.contract.system.atomic_io import (
+    READ_ONLY_HINT,
+    SHARED_HOME_HINT,
+    free_bytes,
+    is_disk_full,
+    is_read_only,
+    write_error,
+)
 from workflows.orchestration.resources import pedigree_home
 
-
-def find_foreign() -> Path | None:
-    """Return a database or journal that this user cannot write."""
-    return next((path for path in _files("*.db*") if not os.access(path, os.W_OK)), None)
+# SQLite needs a few pages for its journal. With less it reports "disk I/O error".
+_FULL_BYTES = 1 << 18
 
 
-def advice() -> str | None:
-    """Return the file at fault and the remedy; None if all databases can be read and written."""
-    for path in _files("*.db"):
-        try:
-            with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as database:
-                [result] = database.execute("PRAGMA quick_check(1)").fetchone()
-                database.execute("BEGIN IMMEDIATE")
-                database.execute("ROLLBACK")
-        except sqlite3.DatabaseError as error:
-            result = str(error)
+def explain(message: str) -> StoreError | None:
+    """Return the error for a database's `message`: the file at fault and the remedy. None if all databases are in order."""
+    databases = list(_files("*.db"))
+    for folder in sorted({path.parent for path in databases} | {pedigree_home()}):
+        if is_read_only(folder):
+            return StoreError(f"{message}: {folder} is on a read-only file system; {READ_ONLY_HINT}", "read-only")
+        if is_disk_full(message) or free_bytes(folder) < _FULL_BYTES:
+            return write_error("write a database", folder, f"{message} (No space left on device)")
+    for path in _files("*.db*"):
+        if not os.access(path, os.W_OK):
+            return StoreError(f"{message}: this user may not write {path}; {SHARED_HOME_HINT}", "not-permitted")
+    for path in databases:
+        result = _check(path)
         if "locked" in result:
-            return f"{path} is in use by another process: end it, or wait, and run the same command again"
+            return StoreError(
+                f"{message}; {path} is in use by another process: end it, or wait, and run the same command again",
+                "database-locked",
+            )
         if result != "ok":
-            return f"{path} is corrupt ({result}): {_remedy(path)}"
+            return StoreError(f"{message}; {path} is corrupt ({result}): {_remedy(path)}", "database-corrupt")
     return None
+
+
+def _check(path: Path) -> str:
+    try:
+        with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as database:
+            [result] = database.execute("PRAGMA quick_check(1)").fetchone()
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return str(result)
 
 
 def _remedy(path: Path) -> str:

@@ -17,6 +17,10 @@ from training.contract.errors import StoreError
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SQLITE_DISK_FULL = "database or disk is full"
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM)
+READ_ONLY_HINT = (
+    "the kernel makes a file system read-only after an error of the disk (see `dmesg`): run again once it can be written, finished "
+    "work is kept"
+)
 SHARED_HOME_HINT = (
     "files shared by several users need a group, folders with its setgid bit, and umask 002 for everybody"
 )
@@ -89,6 +93,8 @@ def write_error(action: str, path: Path, error: object) -> StoreError:
     message = f"cannot {action} in {path} ({free_bytes(path):,} bytes free): {error}"
     if is_disk_full(message):
         return StoreError(f"{message}; make room and run again: finished work is kept", "disk-full")
+    if os.strerror(errno.EROFS) in message:
+        return StoreError(f"{message}; {READ_ONLY_HINT}", "read-only")
     if any(os.strerror(number) in message for number in _NOT_PERMITTED):
         return StoreError(f"{message}; {SHARED_HOME_HINT}", "not-permitted")
     return StoreError(message, "cannot-write")
@@ -114,4 +120,13 @@ def make_group_writable(files: Iterable[Path], like: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the filesystem of `path`, which need not exist."""
-    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def is_read_only(path: Path) -> bool:
+    """Return whether the filesystem of `path`, which need not exist, is mounted read-only."""
+    return bool(os.statvfs(_existing(path)).f_flag & os.ST_RDONLY)
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.exists())
