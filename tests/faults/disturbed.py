@@ -151,7 +151,9 @@ def command_host(logs: Path, *prefix: str) -> Iterator[CommandHost]:
     """Yield a host with the outputs of its commands in `logs`. `prefix` is a command that runs it, such as `unshare`."""
     environment = {**os.environ, "PYTHONPATH": str(PROGRAMS), "OMP_NUM_THREADS": "1"}
     command = [*prefix, sys.executable, str(PROGRAMS / "command_host.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         yield CommandHost(process, logs)
         assert process.stdin is not None
         process.stdin.close()
@@ -176,9 +178,13 @@ def check_next_run(host: CommandHost, home: Home, undisturbed: Undisturbed) -> N
     """Run the recipe again: it must succeed, with the undisturbed run's artifacts, and leave no process."""
     again = host.start(home, "run", str(undisturbed.recipe), "--json")
     status = again.wait()
-    text = again.output
-    assert status == 0, text
-    report = json.loads(text[text.index("\n{\n" if "\n{\n" in text else "{") :])
-    found = {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
-    assert found == undisturbed.fingerprints
+    assert status == 0, again.output
+    check_fingerprints(again.output, undisturbed)
     assert again.seconds_until_nothing_is_left() < GRACE_SECONDS
+
+
+def check_fingerprints(output: str, undisturbed: Undisturbed) -> None:
+    """Check that a command with `--json` made, or found, the undisturbed run's artifacts."""
+    start = output.index("\n{\n") if "\n{\n" in output else output.index("{")
+    report = json.loads(output[start:])
+    assert {asset["asset"]: asset["fingerprint"] for asset in report["assets"]} == undisturbed.fingerprints

@@ -131,7 +131,11 @@ def test_damaged_key_records_lose_nothing(
     record(stage=artifact, outcome=outcome, same=True)
 
 
-SHARDS = list(itertools.product(CACHES, ("a bit of the largest file flipped", "the largest file cut in half", "the manifest is garbage")))
+SHARDS = list(
+    itertools.product(
+        CACHES, ("a bit of the largest file flipped", "the largest file cut in half", "the manifest is garbage")
+    )
+)
 
 
 @pytest.mark.parametrize(("stage", "damage"), SHARDS)

@@ -8,6 +8,7 @@ store without authentication.
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ _PYTHON = {
 }
 # Variables of other launchers, such as a scheduler in a container. Only our torchrun may make a process a rank.
 _FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
+_SUPERVISOR_SECONDS = 60.0  # between its processes' grace and its own end
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "=lo",
@@ -41,10 +43,14 @@ _LOOPBACK = {
 
 
 class LocalHandle:
-    """A job on this machine. `rendezvous`: a folder that is deleted after the job."""
+    """A job on this machine. `rendezvous`: a folder that is deleted after the job.
 
-    def __init__(self, supervisor: "subprocess.Popen[bytes]", log: Path, rendezvous: Path):
+    A canceled job has `grace` seconds, and its supervisor some more.
+    """
+
+    def __init__(self, supervisor: "subprocess.Popen[bytes]", log: Path, rendezvous: Path, grace: float):
         self._supervisor, self.log, self._rendezvous = supervisor, log, rendezvous
+        self._patience = grace + _SUPERVISOR_SECONDS
 
     def poll(self) -> int | None:
         return self._supervisor.poll()
@@ -55,7 +61,12 @@ class LocalHandle:
     def cancel(self) -> None:
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
-        self._supervisor.wait()
+        self._supervisor.send_signal(signal.SIGCONT)  # a stopped supervisor would not see it
+        try:
+            self._supervisor.wait(self._patience)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()  # the kernel then kills its descendants
+            self._supervisor.wait()
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
@@ -95,7 +106,7 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
             pass_fds=[lock.fileno()] if lock else [],
             start_new_session=True,
         )
-    return LocalHandle(process, job.log, job.rendezvous)
+    return LocalHandle(process, job.log, job.rendezvous, job.grace_seconds)
 
 
 def _check_loopback() -> None:

@@ -18,7 +18,7 @@ import dagster as dg
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import SQLAlchemyError
 
 from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 # Errors for the user to act on: ours; those of the operating system or a database, such as a full disk or a read-only
 # folder; and Ctrl-C.
-REFUSALS = (PedigreeError, OSError, DatabaseError, dg.DagsterExecutionInterruptedError, KeyboardInterrupt)
+REFUSALS = (PedigreeError, OSError, SQLAlchemyError, dg.DagsterExecutionInterruptedError, KeyboardInterrupt)
 # Visible symbols for control characters: they could move the cursor, name the window or fill the clipboard. rich keeps most.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _PICTURES |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
@@ -90,7 +90,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             message = explained(error)
             code = error.exit_code if isinstance(error, PedigreeError) else PedigreeError.exit_code
         except Exception as error:
-            if not isinstance(error.__cause__, DatabaseError):
+            if not isinstance(error.__cause__, SQLAlchemyError):
                 raise
             # Dagster's Postgres storage retries for a while, then raises its own error.
             message, code = explained(error.__cause__), PedigreeError.exit_code
@@ -113,8 +113,8 @@ def explained(error: BaseException) -> str:
             return f"{error}; {READ_ONLY_HINT}"
         case OSError():
             return _with_home(str(error))
-        case DatabaseError():
-            message = f"a database refuses: {' '.join(str(error.orig).split())}"
+        case SQLAlchemyError():
+            message = f"a database refuses: {' '.join(str(getattr(error, 'orig', error)).split())}"
             return str(sqlite_files.explain(message) or _with_home(message))
     return str(error)
 

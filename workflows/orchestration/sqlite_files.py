@@ -30,6 +30,8 @@ def explain(message: str) -> StoreError | None:
             return StoreError(f"{message}: {folder} is on a read-only file system; {READ_ONLY_HINT}", "read-only")
         if is_disk_full(message) or free_bytes(folder) < _FULL_BYTES:
             return write_error("write a database", folder, f"{message} (No space left on device)")
+    if not (pedigree_home() / "store").exists():
+        return StoreError(f"{message}: {pedigree_home()} was removed while this command ran; run again", "home-removed")
     for path in _files("*.db*"):
         if not os.access(path, os.W_OK):
             return StoreError(f"{message}: this user may not write {path}; {SHARED_HOME_HINT}", "not-permitted")

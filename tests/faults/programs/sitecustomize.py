@@ -4,7 +4,8 @@ The variable FAULT is JSON:
 
     of        the asset whose job meets the fault, or `package` for the process that packages a model
     rank      the rank (0 by default)
-    at        the point: `write`, `publish` or `checkpoint`, the first such file operation of the job
+    at        the point: `write`, `publish` or `checkpoint`, the first such file operation of the job; `read NAME`, before it opens
+              a file whose path ends so
     reached   a file that gets the id of the process at the point
     do        what happens there: `wait` until a signal comes, `memory` (an allocation that fails), `signal N`, or a shell command
 """
@@ -45,6 +46,8 @@ def watch(fault: dict[str, Any]) -> None:
     of, acting = fault["of"], [False]
 
     def is_point(event: str, arguments: tuple[Any, ...]) -> bool:
+        if event == "open" and fault["at"].startswith("read "):
+            return str(arguments[0]).endswith(fault["at"].removeprefix("read "))
         if event == "open" and isinstance(arguments[0], str) and (arguments[2] or 0) & _WRITES:
             return any(part in arguments[0] for part in _PLACES.get(fault["at"], ()))
         if event == "os.rename" and fault["at"] == "publish":
@@ -64,7 +67,11 @@ def _is_meant(fault: dict[str, Any]) -> bool:
     command = sys.orig_argv
     if fault["of"] == "package":
         return any("package_model" in part for part in command)
-    is_job = "training.main" in command and "torch.distributed.run" not in command and "training.launch.supervisor" not in command
+    is_job = (
+        "training.main" in command
+        and "torch.distributed.run" not in command
+        and "training.launch.supervisor" not in command
+    )
     return is_job and f"/jobs/{fault['of']}-" in command[-1] and int(os.environ.get("RANK", 0)) == fault.get("rank", 0)
 
 
