@@ -43,8 +43,8 @@ _SQLITE = "sqlite:///"
 # SQLite's messages for a file that is no database, or a damaged one. They name no remedy.
 _CORRUPT = re.compile(r"file is not a database|disk image is malformed")
 CORRUPT_REMEDY = (
-    "restore it from a backup, or move it away and run the same command: it records this recipe's run and releases its model as "
-    "version 1 of a new registry"
+    "restore it from a backup, or move it away and run the same command: it records this recipe's run and releases its "
+    "model as version 1 of a new registry"
 )
 TRACKING_VARIABLE, REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"
 PAGES_VARIABLE = "PEDIGREE_MLFLOW_UI"  # the address of the web pages of a database

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.disturbed import CACHES
 from tests.workflows.conftest import demo_maker  # noqa: F401
-from tests.workflows.homes import check_error, check_values
+from tests.workflows.homes import check_error
 from tests.workflows.in_process import Baseline, run_in
 from workflows.commands.run import materialize
 from workflows.commands.run_report import RunReport

@@ -47,6 +47,9 @@ class Ended:
     def poll(self) -> int | None:
         return self.status
 
+    def stopped(self) -> list[int]:
+        return []
+
     def cancel(self) -> None:
         """There is nothing left to end."""
 

@@ -61,7 +61,8 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
     """Run `job` to its end, and pass each event to `on_event` immediately.
 
     A job that resumes from checkpoints repeats its earlier events. A note tells of a long silence. Raise JobFailed with the
-    root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any other exception, including KeyboardInterrupt, cancel the job and re-raise.
+    root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any
+    other exception, including KeyboardInterrupt, cancel the job and re-raise.
     """
     write_job(job)
     follower = Follower(job.events)

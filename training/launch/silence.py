@@ -34,7 +34,8 @@ class Silence:
         if seconds < max(_SHORTEST_SECONDS, _TIMES_LONGEST * self._longest, 2 * self._noted):
             return None
         self._noted = seconds
-        text = f"the {kind} job has reported nothing for {seconds:,.0f} s (before: {self._longest:,.1f} s at most), in: {self._doing}"
+        text = f"the {kind} job has reported nothing for {seconds:,.0f} s (before: {self._longest:,.1f} s at most)"
+        text += f", in: {self._doing}"
         if pids := " ".join(map(str, stopped())):
             text += f"; processes {pids} are stopped: `kill -CONT {pids}` continues them"
         else:

@@ -24,7 +24,7 @@ from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import READ_ONLY_HINT, SHARED_HOME_HINT, free_bytes
-from workflows.orchestration import sqlite_files
+from workflows.orchestration import home_faults
 from workflows.orchestration.resources import pedigree_home
 
 _STDOUT, _STDERR = 1, 2  # the inherited descriptors, even if this process replaced the streams
@@ -111,11 +111,13 @@ def explained(error: BaseException) -> str:
             return f"{error}; {SHARED_HOME_HINT}"
         case OSError(errno=errno.EROFS):
             return f"{error}; {READ_ONLY_HINT}"
+        case FileNotFoundError():
+            return str(home_faults.explain_removed_home(str(error)) or _with_home(str(error)))
         case OSError():
             return _with_home(str(error))
         case SQLAlchemyError():
             message = f"a database refuses: {' '.join(str(getattr(error, 'orig', error)).split())}"
-            return str(sqlite_files.explain(message) or _with_home(message))
+            return str(home_faults.explain(message) or _with_home(message))
     return str(error)
 
 

@@ -1,8 +1,8 @@
-"""Run `pedigree` commands in forks of this process, which has imported all modules: a command of its own spends seconds on that.
+"""Run `pedigree` commands in forks of this process, which has imported all modules: a command alone spends seconds on that.
 
-Each line of standard input is a request in JSON: `arguments`, `environment`, `output` (a file), and optionally `around`: the
-name of a method of MLflow's client, and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of it. The answer is
-the id of the fork. `{"wait": pid}` is answered by its exit status, and so is a command of the shell, `{"shell": text}`.
+Each line of standard input is a request in JSON: `arguments`, `environment`, `output` (a file), and optionally `around` (the
+name of a method of MLflow's client) and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of that method. The
+answer is the id of the fork. `{"wait": pid}` is answered by its exit status, as is a command of the shell, `{"shell": text}`.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any
 
-import sitecustomize
+import sitecustomize  # type: ignore[import-not-found]  # found in the folder of this program
 from mlflow import MlflowClient
 
 import workflows.definitions  # noqa: F401
@@ -67,7 +67,8 @@ def serve() -> None:
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        print(answer, flush=True)
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ The variable FAULT is JSON:
 
     of        the asset whose job meets the fault, or `package` for the process that packages a model
     rank      the rank (0 by default)
-    at        the point: `write`, `publish` or `checkpoint`, the first such file operation of the job; `read NAME`, before it opens
-              a file whose path ends so
+    at        the point: `write`, `publish` or `checkpoint`, the first such file operation of the job; `read NAME`, before it
+              opens a file whose path ends so
     reached   a file that gets the id of the process at the point
-    do        what happens there: `wait` until a signal comes, `memory` (an allocation that fails), `signal N`, or a shell command
+    do        what happens there: `wait` until a signal comes, `memory` (an allocation that fails), or a command of the shell
 """
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -24,7 +24,7 @@ _PLACES = {"write": ("/staging/", "/.staging/"), "checkpoint": ("/checkpoints/",
 
 def act(fault: dict[str, Any]) -> None:
     """Make the fault, once."""
-    if os.path.exists(fault["reached"]):
+    if Path(fault["reached"]).exists():
         return
     with open(fault["reached"], "w", encoding="utf-8") as file:
         file.write(str(os.getpid()))
@@ -34,9 +34,6 @@ def act(fault: dict[str, Any]) -> None:
                 time.sleep(0.05)
         case ["memory"]:
             bytearray(1 << 62)
-        case ["signal", number]:
-            signal.signal(int(number), signal.SIG_DFL) if int(number) != signal.SIGKILL else None
-            os.kill(os.getpid(), int(number))
         case _:
             subprocess.run(fault["do"], shell=True, check=True, env={"PATH": os.environ["PATH"]})
 

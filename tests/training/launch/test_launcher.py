@@ -58,6 +58,9 @@ class LastMoment:
         EventWriter(self.events).note("done")
         return 0
 
+    def stopped(self) -> list[int]:
+        return []
+
     def cancel(self) -> None:
         pass
 

@@ -18,8 +18,8 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SQLITE_DISK_FULL = "database or disk is full"
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM)
 READ_ONLY_HINT = (
-    "the kernel makes a file system read-only after an error of the disk (see `dmesg`): run again once it can be written, finished "
-    "work is kept"
+    "the kernel makes a file system read-only after an error of the disk (see `dmesg`): run again once it can be written, "
+    "finished work is kept"
 )
 SHARED_HOME_HINT = (
     "files shared by several users need a group, folders with its setgid bit, and umask 002 for everybody"

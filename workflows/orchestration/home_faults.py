@@ -1,4 +1,4 @@
-"""The SQLite databases of a home: what makes one refuse. SQLite's errors name neither the file nor the disk."""
+"""Why the databases of a home refuse, or are gone. The errors of SQLite name neither the file nor the disk."""
 
 import os
 import sqlite3
@@ -30,8 +30,8 @@ def explain(message: str) -> StoreError | None:
             return StoreError(f"{message}: {folder} is on a read-only file system; {READ_ONLY_HINT}", "read-only")
         if is_disk_full(message) or free_bytes(folder) < _FULL_BYTES:
             return write_error("write a database", folder, f"{message} (No space left on device)")
-    if not (pedigree_home() / "store").exists():
-        return StoreError(f"{message}: {pedigree_home()} was removed while this command ran; run again", "home-removed")
+    if (removed := explain_removed_home(message)) is not None:
+        return removed
     for path in _files("*.db*"):
         if not os.access(path, os.W_OK):
             return StoreError(f"{message}: this user may not write {path}; {SHARED_HOME_HINT}", "not-permitted")
@@ -45,6 +45,13 @@ def explain(message: str) -> StoreError | None:
         if result != "ok":
             return StoreError(f"{message}; {path} is corrupt ({result}): {_remedy(path)}", "database-corrupt")
     return None
+
+
+def explain_removed_home(message: str) -> StoreError | None:
+    """Return the error for `message` if the home was removed while this command ran."""
+    if (pedigree_home() / "store").exists():
+        return None
+    return StoreError(f"{message}: {pedigree_home()} was removed while this command ran; run again", "home-removed")
 
 
 def _check(path: Path) -> str:
