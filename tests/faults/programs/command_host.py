@@ -1,7 +1,7 @@
 """Run `pedigree` commands in forks of this process, which has imported all modules: a command alone spends seconds on that.
 
 Each line of standard input is a request in JSON: `arguments`, `environment`, `output` (a file), and optionally `around` (the
-name of a method of MLflow's client) and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of that method. The
+name of a method of MLflow's client) and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of it. The
 answer is the id of the fork. `{"wait": pid}` is answered by its exit status, as is a command of the shell, `{"shell": text}`.
 """
 
