@@ -5,12 +5,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
 
-from tests.faults.disturbed import RECIPE, CommandHost, Undisturbed, command_host
+from tests.faults.disturbed import RECIPE, CommandHost, Undisturbed, command_host, end_commands
 from tests.workflows.conftest import common_folder, demo_maker, small_recipe  # noqa: F401
 from tests.workflows.homes import Home, write_recipe
 
@@ -35,14 +34,23 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandHost]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def ended_commands() -> Iterator[None]:
+    yield
+    end_commands()
+
+
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a function that notes what a fault did, in the file that the variable FAULTS_FILE names."""
+    """Return a function that notes what a fault did, in the file that the variable FAULTS_FILE names, for docs/faults.md.
 
-    def note(**fields: Any) -> None:
+    `seconds`: until no process was left; for inputs, until the answer. `same`: the next run has the undisturbed run's artifacts.
+    """
+
+    def note(stage: str, fault: str, outcome: str, seconds: float | None = None, same: bool | None = None) -> None:
         if name := os.environ.get("FAULTS_FILE"):
-            line = json.dumps({"test": request.node.name, **fields}) + "\n"
+            row = {"stage": stage, "fault": fault, "outcome": outcome, "seconds": seconds, "same": same}
             with open(name, "a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(json.dumps({"file": request.path.stem, **row}) + "\n")
 
     return note

@@ -73,7 +73,7 @@ class Command:
 
     @property
     def output(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text() if self.log.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of this command's home that have not ended."""
@@ -112,6 +112,18 @@ def _role(process: psutil.Process, command: int) -> str:
     return f"rank {process.environ().get('RANK', 0)}" if "training.main" in line else "other"
 
 
+STARTED: list[Command] = []  # by the test that runs
+
+
+def end_commands() -> None:
+    """Kill what a failed test has left, so that it does not slow down the others."""
+    for command in STARTED:
+        for process in command.processes():
+            with suppress(psutil.Error):
+                process.kill()
+    STARTED.clear()
+
+
 @dataclass
 class CommandHost:
     """Starts commands in forks of a process that has imported all modules."""
@@ -143,7 +155,8 @@ class CommandHost:
         request = {"arguments": arguments, "environment": variables, "output": str(log)}
         if around:
             request |= {"around": around, "fault": fault}
-        return Command(self, home, self.ask(request), log)
+        STARTED.append(command := Command(self, home, self.ask(request), log))
+        return command
 
 
 @contextmanager

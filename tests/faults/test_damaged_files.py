@@ -105,12 +105,12 @@ def test_damaged_artifact_is_made_again_or_named(
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "backup", folder)
         check_same(run(baseline), baseline)
-        outcome = "refused"
+        outcome = "refused until it is restored: `[corrupt-model]`"
     else:
         check_same(report, baseline)
         assert [asset.outcome for asset in report.assets if asset.asset == artifact] == ["computed"]
         outcome = "made again"
-    record(stage=artifact, outcome=outcome, same=True)
+    record(artifact, damage, outcome, same=True)
 
 
 RECORDS = list(itertools.product(ARTIFACTS, ("garbage", "deleted")))
@@ -128,7 +128,7 @@ def test_damaged_key_records_lose_nothing(
     check_same(report, baseline)
     [outcome] = [asset.outcome for asset in report.assets if asset.asset == artifact]
     assert outcome == ("reused" if damage == "garbage" else "computed")
-    record(stage=artifact, outcome=outcome, same=True)
+    record(artifact, f"all key records {damage}", "made again" if outcome == "computed" else outcome, same=True)
 
 
 SHARDS = list(
@@ -151,7 +151,7 @@ def test_damaged_shard_of_a_cache_is_set_aside(
     report = run(baseline)
     check_same(report, baseline)
     assert list((store.root / "corrupt" / Path(CACHES[stage]).name).rglob("manifest.json"))
-    record(stage=stage, same=True)
+    record(stage, f"shard of its cache: {damage}", "shard set aside; its rows are made again", same=True)
 
 
 STATE = ("hashes.json", "names", "pages", "records", "processes", "jobs")
@@ -169,4 +169,4 @@ def test_damaged_files_beside_the_store_lose_nothing(
     report = run(baseline)
     check_same(report, baseline)
     assert {asset.outcome for asset in report.assets} <= {"reused", "computed"}
-    record(stage=name, same=True, files=len(files))
+    record("home", f"`{name}` is {damage}", "nothing is lost", same=True)

@@ -76,7 +76,7 @@ def test_stage_without_space_or_memory_fails_with_advice_and_goes_on(
         assert "Traceback" not in text
         disk.host.ask({"shell": UNDO[what].format(disk=disk.path)})
         check_next_run(disk.host, home, undisturbed)
-        record(stage=stage, seconds=seconds, same=True)
+        record(stage, what, f"`{CODES[what]}`", seconds, same=True)
     finally:
         disk.host.ask({"shell": UNDO[what].format(disk=disk.path)})
         shutil.rmtree(disk.visible / "home")

@@ -38,7 +38,8 @@ def test_stopped_process_that_continues_changes_nothing(
     stopped.resume()
     assert command.wait() == 0, command.output
     check_fingerprints(command.output, undisturbed)
-    record(stage="policy", seconds=command.seconds_until_nothing_is_left(), same=True)
+    seconds = command.seconds_until_nothing_is_left()
+    record("policy", f"{role} stands still for {STILL_SECONDS} s", "goes on", seconds, same=True)
 
 
 @pytest.mark.parametrize("stage", ["tokenized_pairs", "policy", "evaluation"])
@@ -58,4 +59,4 @@ def test_ctrl_c_ends_a_stopped_job(
     assert "interrupted; " in command.output and "Traceback" not in command.output
     assert seconds < 10 * GRACE_SECONDS
     check_next_run(host, home, undisturbed)
-    record(stage=stage, seconds=seconds, same=True)
+    record(stage, f"{role} stands still, then Ctrl-C", "says: interrupted", seconds, same=True)

@@ -55,7 +55,7 @@ def test_killed_release_is_finished_by_the_next_run(
     assert command.wait() == -signal.SIGKILL and (tmp_path / "reached").exists()
     check_next_run(host, home, undisturbed)
     check_released_once(home.path / "mlflow/mlflow.db")
-    record(stage="released_model", seconds=seconds, same=True)
+    record("released_model", f"SIGKILL of pedigree {at} `{request_}`", "one version, champion", seconds, same=True)
 
 
 @pytest.fixture
@@ -91,7 +91,9 @@ def test_release_outlasts_a_restart_of_the_server(
     assert status == 0, text
     check_fingerprints(text, undisturbed)
     check_released_once(tmp_path / "server/mlflow.db")
-    record(stage="released_model", seconds=command.seconds_until_nothing_is_left(), same=True)
+    seconds = command.seconds_until_nothing_is_left()
+    fault_ = f"SIGKILL of MLflow's server {at} `{request_}`, then a restart"
+    record("released_model", fault_, "waits; one version, champion", seconds, same=True)
 
 
 def test_release_without_a_server_fails_in_a_minute_and_is_finished_later(
@@ -109,7 +111,8 @@ def test_release_without_a_server_fails_in_a_minute_and_is_finished_later(
     assert again.wait() == 0
     check_fingerprints(again.output, undisturbed)
     check_released_once(tmp_path / "server/mlflow.db")
-    record(stage="released_model", seconds=seconds, same=True)
+    fault = "MLflow's server is down; up for the next run"
+    record("released_model", fault, "`[registry-unavailable]` after a minute", seconds, same=True)
 
 
 def garbage(path: Path) -> None:
@@ -144,10 +147,12 @@ def test_damaged_database_is_named_and_can_be_moved_away(
         assert str(path) in text and re.search("move it away", text), text
         assert re.search(r"\[(database-corrupt|registry-request)\]", text), text
         path.unlink()
+        outcome = "named, with the remedy: move it away"
     else:
         assert status == 0, text
+        outcome = "nothing is lost"
     check_next_run(host, home, undisturbed)
-    record(stage="databases", seconds=command.seconds_until_nothing_is_left(), same=True)
+    record("home", f"`{DATABASES[name]}` {damage}", outcome, command.seconds_until_nothing_is_left(), same=True)
 
 
 @pytest.mark.parametrize("name", ["runs", "index"])
@@ -164,4 +169,5 @@ def test_locked_database_is_named(
         assert status == 1 and str(path) in text and "[database-locked]" in text, text
         holder.execute("ROLLBACK")
     check_next_run(host, home, undisturbed)
-    record(stage="databases", seconds=command.seconds_until_nothing_is_left(), same=True)
+    seconds = command.seconds_until_nothing_is_left()
+    record("home", f"`{DATABASES[name]}` is locked", "`[database-locked]`", seconds, same=True)

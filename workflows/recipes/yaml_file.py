@@ -22,6 +22,7 @@ RECIPE_FILE = "defs.yaml"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FIELDS = ("type", "attributes")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_MOST_NODES = 100_000
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Number formats of YAML 1.1 without that meaning in 1.2, by the reader's tag.
 _OLD_NUMBERS = {
@@ -205,7 +206,10 @@ def _documents(file: Path) -> list[yaml.Node]:
     except OSError as error:
         raise RecipeError(f"{file}: it cannot be read: {error.strerror}", "unreadable-file") from error
     try:
-        return _parse_documents(content)
+        documents = _parse_documents(content)
+        for document in documents:
+            _check_size(file, document)
+        return documents
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise RecipeError(
@@ -223,6 +227,33 @@ def _documents(file: Path) -> list[yaml.Node]:
         ) from None
     except RecursionError:
         raise RecipeError(f"{file}: its lists or sections are nested too deep", "nested-too-deep") from None
+
+
+def _check_size(file: Path, document: yaml.Node) -> None:
+    """Raise RecipeError if the document is enormous once its aliases are replaced by what they name, or has no end.
+
+    Ten lines can stand for billions of values, and every reader of the recipe would walk through all of them.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_NODES  # until it is known: it counts only if the node contains itself
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            sizes[id(node)] = 1 + sum(size(part) for entry in parts for part in _parts(entry))
+        if sizes[id(node)] >= _MOST_NODES:
+            raise RecipeError(
+                f"{file}:{node.start_mark.line + 1}: with its aliases replaced by what they name, this has at least "
+                f"{_MOST_NODES:,} values; write out what you need",
+                "too-many-values",
+            )
+        return sizes[id(node)]
+
+    size(document)
+
+
+def _parts(entry: yaml.Node | tuple[yaml.Node, yaml.Node]) -> tuple[yaml.Node, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 @lru_cache(maxsize=8)  # several checks in a row read one file
