@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
-.PHONY: install demo ui test test-system test-long check bench clean
+.PHONY: install demo ui test test-system test-long faults check bench clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,12 @@ test-system: install
 # More of the same faults. They take too long for every change: run them before a release.
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m long
+
+# Make every fault again, and write docs/faults.md from what happened.
+faults: install
+	rm -f .faults.jsonl
+	FAULTS_FILE=$(CURDIR)/.faults.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m long tests/faults
+	$(BIN)/python -m tests.faults.page .faults.jsonl
 
 check: install
 	$(BIN)/ruff check .

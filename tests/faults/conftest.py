@@ -44,7 +44,8 @@ def ended_commands() -> Iterator[None]:
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return a function that notes what a fault did, in the file that the variable FAULTS_FILE names, for docs/faults.md.
 
-    `seconds`: until no process was left; for inputs, until the answer. `same`: the next run has the undisturbed run's artifacts.
+    `seconds`: until no process was left, or until the answer about an input. `same`: the next run has the undisturbed run's
+    artifacts.
     """
 
     def note(stage: str, fault: str, outcome: str, seconds: float | None = None, same: bool | None = None) -> None:

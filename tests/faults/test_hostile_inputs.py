@@ -1,4 +1,4 @@
-"""Inputs that try to exhaust memory or time, to run code, or to write elsewhere. Each is refused with a code, and nothing runs."""
+"""Inputs that try to exhaust memory or time, to run code, or to write elsewhere. Each is refused with a code."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ MARK = "executed"
 class Hostile:
     """`write` changes the folder of a valid recipe. `code`: of the error; `dropped`: the row's reason, if the run succeeds."""
 
-    write: Callable[[Path], None]
+    write: Callable[[Path], object]
     code: str = ""
     dropped: str = ""
 
@@ -86,8 +86,8 @@ def nul_bomb(folder: Path) -> None:
     write_recipe(folder, RECIPE | {"data": {"sources": [{"path": "nul.jsonl.gz"}]}})
 
 
-def template(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "base/chat_template.jinja").write_text(text) and None
+def template(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "base/chat_template.jinja").write_text(text)
 
 
 def defs(text: str) -> Callable[[Path], None]:
@@ -100,8 +100,8 @@ def defs(text: str) -> Callable[[Path], None]:
     return write
 
 
-def attributes(**sections: Any) -> Callable[[Path], None]:
-    return lambda folder: write_recipe(folder, RECIPE | sections) and None
+def attributes(**sections: Any) -> Callable[[Path], object]:
+    return lambda folder: write_recipe(folder, RECIPE | sections)
 
 
 def weights(change: Callable[[Path], None]) -> Callable[[Path], None]:
