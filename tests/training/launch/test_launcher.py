@@ -77,6 +77,43 @@ def test_run_job_failure_without_a_cause_has_the_status_and_the_end_of_the_log(m
     assert all(value in message for value in ("policy job", "exit status 3", str(job.log), "    last line"))
 
 
+def test_run_job_failure_with_an_empty_log_says_so(make_job: MakeJob) -> None:
+    assert f"{(job := make_job('silent')).log} (" in (message := failure(job))
+    assert message.endswith(" is empty [job-failed]")
+
+
+def test_run_job_failure_tells_of_memory_that_ran_out(make_job: MakeJob) -> None:
+    """The runtime of C++ says so before it aborts. The list of modules that follows hides it."""
+    message = failure(make_job("out_of_memory"))
+    assert "SIGABRT because it ran out of memory" in message and message.endswith("[out-of-memory]")
+    assert "Extension modules" not in message
+
+
+def test_run_job_failure_names_the_rank_with_an_exit_status(make_job: MakeJob) -> None:
+    assert "rank 0 ended with exit status 70" in failure(make_job("report_of_an_error"))
+
+
+def test_run_job_with_a_removed_folder_ends_the_job(make_job: MakeJob) -> None:
+    job = make_job("answered")
+    with pytest.raises(JobFailed, match=r"was removed while the policy job ran.*\[job-folder-removed\]"):
+        run_job(LAUNCHER, job, lambda _: shutil.rmtree(job.folder))
+
+
+def test_run_job_notes_a_long_silence(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stopped process is named, and the job goes on."""
+    monkeypatch.setattr("training.launch.silence._SHORTEST_SECONDS", 0.2)
+    monkeypatch.setattr("training.launch.silence._TIMES_LONGEST", 0.0)
+    job, notes = make_job("answered"), list[str]()
+
+    def answer(event: Event) -> None:
+        if event["event"] == "note":
+            notes.append(event["text"])
+            (job.folder / "answer").touch()
+
+    run_job(LAUNCHER, job, answer)
+    assert notes and "has reported nothing for" in notes[0]
+
+
 def test_run_job_failure_names_the_signal(make_job: MakeJob) -> None:
     assert "SIGSEGV" in failure(make_job("segfault"))
 

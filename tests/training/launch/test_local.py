@@ -83,6 +83,18 @@ def test_environment_puts_compiled_code_in_a_folder_of_the_user(tmp_path: Path) 
     assert "TORCHINDUCTOR_CACHE_DIR" not in environment({"HOME": str(tmp_path / "nowhere")}, 1)
 
 
+@pytest.mark.system
+def test_start_without_loopback_says_how_to_turn_it_on(make_job: MakeJob) -> None:
+    """In a new network namespace, `lo` is down. Gloo would name an address family."""
+    job = make_job("write", ranks=2)
+    write_job(job)
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, str(LAUNCH), str(job.path)]
+    done = subprocess.run([*command, "ranked_program", "-"], capture_output=True, text=True)
+    if "unshare" in done.stderr and os.environ.get("CI") != "true":
+        pytest.skip("a network namespace is not permitted here")
+    assert "`ip link set lo up`" in done.stderr and "[loopback-down]" in done.stderr
+
+
 def test_environment_divides_the_cores_among_the_processes() -> None:
     """A process has at least one thread."""
     cores = int(environment({}, 1)["OMP_NUM_THREADS"])

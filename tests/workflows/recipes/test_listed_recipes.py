@@ -151,12 +151,20 @@ attributes:
 """
 
 
+# Nine times as many values on each line. The sixth line is the first with more than 100,000.
+NINES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("content", "code", "value"),
     [
         (ODD.replace("Be nice", r"\ud83d\ude00"), "lone-surrogate", r"defs.yaml:7: \ud83d "),
         (ODD.replace("workflows.PreferenceTuning", r'"\ud83d"'), "not-one-recipe", r"\ud83d"),
         ("[" * 1000, "nested-too-deep", "defs.yaml: "),
+        (f"{ODD}a: &a [*a]\n", "too-many-values", f"defs.yaml:{ODD.count(chr(10)) + 1}: "),
+        (f"{ODD}{NINES}", "too-many-values", f"defs.yaml:{ODD.count(chr(10)) + 6}: "),
         (
             ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}",
             "wrong-yaml-tag",
@@ -164,7 +172,7 @@ attributes:
         ),
         (ODD.replace('"Be nice"', "!!binary /////w=="), "recipe", "defs.yaml: "),
     ],
-    ids=["lone surrogate", "lone surrogate as its type", "deep", "invalid time", "bytes"],
+    ids=["lone surrogate", "its type", "deep", "endless", "billions", "invalid time", "bytes"],
 )
 def test_invalid_content_of_a_file_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, code: str, value: str

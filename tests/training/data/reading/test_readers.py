@@ -19,6 +19,7 @@ from training.contract.files.local_files import DataFile, data_files
 from training.data.formats.quarantine import QuarantineReason
 from training.data.reading.readers import read_records
 
+LONGEST = 200
 ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
 
 
@@ -313,3 +314,25 @@ def test_read_arrow_with_a_flipped_bit_does_not_crash(tmp_path):
             errors += 1
             assert str(error).startswith(f"{file} ")
     assert 0 < errors < len(intact)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".csv"])
+def test_row_longer_than_the_limit_is_a_problem_of_its_own(tmp_path, monkeypatch, suffix):
+    """The reader skips the row without holding it; the rows before and after it, and their lines, are as in the file."""
+    monkeypatch.setattr("training.data.reading.readers.LONGEST_ROW", LONGEST)
+    prompts = ["Why?", "x" * (3 * LONGEST), "How?"]
+    rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no"} for prompt in prompts]
+    content = "\n".join(map(json.dumps, rows)) + "\n"
+    if suffix == ".json":
+        content = json.dumps(rows)
+    if suffix == ".csv":
+        content = "\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)])
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(gzip.compress(content.encode()) if suffix.endswith(".gz") else content.encode())
+    first, long, last = _records(path)
+    assert [first.value["prompt"], last.value["prompt"]] == ["Why?", "How?"]
+    assert [record.problem for record in (first, last)] == [None, None]
+    assert long.problem.reason is QuarantineReason.ENORMOUS and long.line == first.line + 1
+    size = len(json.dumps(rows[1])) + (1 if suffix.startswith(".jsonl") else 0)
+    assert f"{3 * LONGEST + 5 if suffix == '.csv' else size:,} " in str(long.problem)
+    assert len(long.raw) <= 3 * LONGEST + 100

@@ -42,6 +42,18 @@ def main() -> None:
             "[node 1]   exitcode  : -15 (pid: 12)\n[node 0]   exitcode  : -9 (pid: 11)\n"
         )
         sys.exit(1)
+    if act == "silent":
+        sys.exit(3)
+    if act == "out_of_memory":
+        sys.stdout.write("terminate called after throwing an instance of 'std::bad_alloc'\n")
+        sys.stdout.write("Extension modules: numpy.core, pyarrow.lib (total: 2)\n")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGABRT)
+    if act == "report_of_an_error":
+        # torchrun's report if rank 0 ended with an exit status, and rank 1 was ended for it
+        sys.stdout.write("  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 2)\n")
+        sys.stdout.write("  rank      : 0 (local_rank: 0)\n  exitcode  : 70 (pid: 1)\n")
+        sys.exit(1)
     if act == "report_of_deaf_ranks":
         # torchrun's report if rank 1 crashed and the others ignored SIGTERM: the root cause is last
         ended = [(0, 9), (2, 9), (1, 11)]
