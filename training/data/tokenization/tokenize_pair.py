@@ -54,7 +54,8 @@ class PairEncoder:
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
         self._coverage = TemplateCoverage(template, self._by_spans)
         written = _texts_of(tokenizer, template)
-        self._splitter = Splitter([token for token in cutting_tokens(tokenizer) if token in written])
+        tokens = [token for token in cutting_tokens(tokenizer) if token in written]
+        self._splitter = Splitter(tokens, tokenizer.convert_tokens_to_ids(tokens))
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -145,12 +146,13 @@ class PairEncoder:
             return
         pieces_of = [self._splitter.pieces(rendered["text"]) for rendered in texts]
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(pieces_of)))
-        encode = self._backend.encode_batch if self._by_spans else self._backend.encode_batch_fast
-        encodings = encode(pieces, add_special_tokens=False)
-        ids_of = dict(zip(pieces, (encoding.ids for encoding in encodings), strict=True))
-        offsets_of = (
-            dict(zip(pieces, (encoding.offsets for encoding in encodings), strict=True)) if self._by_spans else {}
-        )
+        offsets_of: dict[str, Offsets] = {}
+        if self._by_spans:
+            encodings = self._backend.encode_batch(pieces, add_special_tokens=False)
+            ids_of = {piece: encoding.ids for piece, encoding in zip(pieces, encodings, strict=True)}
+            offsets_of = {piece: encoding.offsets for piece, encoding in zip(pieces, encodings, strict=True)}
+        else:
+            ids_of = self._splitter.encode(self._backend, pieces)
         for rendered, own in zip(texts, pieces_of, strict=True):
             ids = list(itertools.chain.from_iterable([ids_of[piece] for piece in own]))
             yield _Tokens(ids, _join_offsets(own, offsets_of) if self._by_spans else (), rendered["spans"])

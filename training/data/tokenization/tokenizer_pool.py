@@ -5,6 +5,7 @@ share all imports and start at once. They end with their parent process. If one 
 batch are encoded again, each in a process of its own: only those at fault are dropped.
 """
 
+import gc
 import multiprocessing
 import os
 from collections import deque
@@ -30,6 +31,7 @@ from training.data.tokenization.tokenize_pair import PairEncoder
 
 _FEWEST_ROWS = 4096  # for several processes
 _MOST_PROCESSES = 16  # the parent, which writes the results, cannot keep up with more
+_OBJECTS = 100_000  # made between two garbage collections: reference counts free what a batch makes
 _AHEAD = 2  # waiting batches per process
 
 Rows = list[Mapping[str, Any]]
@@ -94,6 +96,7 @@ def _to_rows(encoder: PairEncoder, batch: Rows) -> pa.RecordBatch:
 def _begin(encoder: PairEncoder, parent: int) -> None:
     global _encoder, _limit
     prepare_child(parent)
+    gc.set_threshold(_OBJECTS)
     _encoder, _limit = encoder, MemoryLimit()
 
 

@@ -31,25 +31,39 @@ WORDS = [
 ]
 
 
-def whole_and_pieces(backend: Tokenizer, splitter: Splitter, text: str) -> tuple[list[int], list[int]]:
-    pieces = splitter.pieces(text)
-    assert "".join(pieces) == text and (all(pieces) or not text)
-    parts = backend.encode_batch_fast(pieces, add_special_tokens=False)
-    return backend.encode(text, add_special_tokens=False).ids, [id_ for part in parts for id_ in part.ids]
+def splitter_of(tokenizer: PreTrainedTokenizerFast) -> Splitter:
+    tokens = cutting_tokens(tokenizer)
+    return Splitter(tokens, tokenizer.convert_tokens_to_ids(tokens))
+
+
+def check_pieces(tokenizer: PreTrainedTokenizerFast, splitter: Splitter, texts: list[str]) -> None:
+    """Check that each text has the tokens of its pieces, although pieces of several texts are tokenized together."""
+    backend = tokenizer.backend_tokenizer
+    pieces_of = [splitter.pieces(text) for text in texts]
+    for text, pieces in zip(texts, pieces_of, strict=True):
+        assert "".join(pieces) == text and (all(pieces) or not text)
+    distinct = sorted({piece for pieces in pieces_of for piece in pieces}, reverse=True)
+    ids_of = splitter.encode(backend, distinct)
+    for text, pieces in zip(texts, pieces_of, strict=True):
+        whole = backend.encode(text, add_special_tokens=False).ids
+        assert [id_ for piece in pieces for id_ in ids_of[piece]] == whole
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3", "phi-3-mini", "qwen2.5"])
 def test_pieces_have_the_tokens_of_the_text(shared_data, name):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name)
-    splitter = Splitter(cutting_tokens(tokenizer))
+    splitter = splitter_of(tokenizer)
     added = [token.content for token in tokenizer.added_tokens_decoder.values()][:40]
 
     @settings(max_examples=150, deadline=None)
-    @given(st.lists(st.sampled_from([*WORDS, *added]) | st.text(max_size=4), max_size=25).map("".join))
-    def check(text: str) -> None:
-        whole, pieces = whole_and_pieces(tokenizer.backend_tokenizer, splitter, text)
-        assert pieces == whole
+    @given(
+        st.lists(
+            st.lists(st.sampled_from([*WORDS, *added]) | st.text(max_size=4), max_size=15).map("".join), max_size=3
+        )
+    )
+    def check(texts: list[str]) -> None:
+        check_pieces(tokenizer, splitter, texts)
 
     check()
 
@@ -91,14 +105,14 @@ SEVERAL = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteL
     ],
 )
 def test_small_tokenizers_of_each_kind(tokenizer: PreTrainedTokenizerFast, cuts: bool):
-    tokens = cutting_tokens(tokenizer)
-    assert bool(tokens) is cuts
+    assert bool(cutting_tokens(tokenizer)) is cuts
+    splitter = splitter_of(tokenizer)
 
     @settings(max_examples=120, deadline=None)
-    @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-    @example(text="a <a> a<b> a<a><b>a")
-    def check(text: str) -> None:
-        whole, pieces = whole_and_pieces(tokenizer.backend_tokenizer, Splitter(tokens), text)
-        assert pieces == whole
+    @given(texts=st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=3))
+    @example(texts=["a <a> a<b> a<a><b>a"])
+    @example(texts=["<a>a", "<b>b<a>ab", "<a>"])
+    def check(texts: list[str]) -> None:
+        check_pieces(tokenizer, splitter, texts)
 
     check()
