@@ -28,7 +28,7 @@ from training.contract.store.store import Artifact, Store
 TOKENIZER = "qwen2.5"
 MAX_LENGTH = 2048
 SMALL, LARGE, NEW = 2_000, 20_000, 0.05
-MOST_OF_TRL = 0.65
+MOST_OF_TRL = 0.55
 MOST_FOR_NEW = 0.2
 MOST_GROWTH_BYTES = 500  # of memory for each pair
 

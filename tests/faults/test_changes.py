@@ -58,7 +58,7 @@ FAULTS = {
         "policy", "rm -r {home}/jobs", r"was removed while .*\[job-folder-removed\]", "checkpoint"
     ),
     "the staging folder is deleted": Change("policy", "rm -r {home}/store/staging/*", r"\[\S+\]"),
-    "the home is deleted": Change("policy", "rm -r {home}", r"removed", "checkpoint"),
+    "the home is deleted": Change("policy", "rm -r {home}", r"\[home-removed\]", "checkpoint"),
 }
 
 
@@ -81,8 +81,8 @@ def test_changed_file_gives_an_error_or_the_same_bits(
     outcome = "goes on with what was read"
     if change.says:
         assert status == 1 and re.search(change.says, text), text
-        code = re.search(r"\[([a-z-]+)\]", text)
-        outcome = f"`{code[0]}`" if code else "fails"
+        codes = re.findall(r"\[[a-z-]+\]", text)
+        outcome = f"`{codes[-1]}`"
     else:
         assert status == 0, text
         check_fingerprints(text, undisturbed)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.long
 # What happens at the point, the code of the message, and a text in it. `{disk}` is the folder of the file system.
 DO = {
     "the disk is full": "dd if=/dev/zero of={disk}/filler bs=64k 2>/dev/null; true",
-    "the disk becomes read-only": "mount --bind {disk}/home {disk}/home && mount -o remount,bind,ro {disk}/home",
+    "the disk becomes read-only": "mount --bind {disk}/home {disk}/home && "
+    # A file that another process opened in between makes it busy.
+    "for i in $(seq 100); do mount -o remount,bind,ro {disk}/home && exit; sleep 0.05; done; exit 1",
     "an allocation fails": "memory",
 }
 UNDO = {

@@ -59,4 +59,4 @@ def test_ctrl_c_ends_a_stopped_job(
     assert "interrupted; " in command.output and "Traceback" not in command.output
     assert seconds < 10 * GRACE_SECONDS
     check_next_run(host, home, undisturbed)
-    record(stage, f"{role} stands still, then Ctrl-C", "says: interrupted", seconds, same=True)
+    record(stage, f"{role} stands still, then Ctrl-C", '"interrupted"', seconds, same=True)

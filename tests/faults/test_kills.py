@@ -56,4 +56,5 @@ def test_signal_leaves_nothing_and_the_next_run_has_the_same_bits(
     assert "Traceback" not in text
     check_next_run(host, home, undisturbed)
     said = re.search(SAYS[role, name], text)
-    record(stage, f"{name} of {role}", f"says: {said[0]}" if said and said[0] else "says nothing", seconds, same=True)
+    of = "the job's process" if role == "rank 0" and stage not in RANKED else role
+    record(stage, f"{name} of {of}", f'"{said[0]}"' if said and said[0] else "no message", seconds, same=True)

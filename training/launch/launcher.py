@@ -72,7 +72,7 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
         while status is None:
             status = handle.poll()  # poll first, so that the last events are read after the end
             for event in follower.new():
-                silence.hear(event)
+                silence.on_event(event)
                 on_event(event)
             if status is None:
                 if (note := silence.note(job.kind, handle.stopped)) is not None:

@@ -19,7 +19,7 @@ class Silence:
         self._clock, self._last, self._longest, self._noted = clock, clock(), 0.0, 0.0
         self._doing = "start"
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Take note of an event."""
         now = self._clock()
         self._longest, self._last, self._noted = max(self._longest, now - self._last), now, 0.0

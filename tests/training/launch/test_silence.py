@@ -32,7 +32,7 @@ def test_note_comes_after_two_minutes_and_then_after_twice_the_time() -> None:
 def test_note_names_the_step_and_the_stopped_processes() -> None:
     clock = Clock()
     silence = Silence(clock)
-    silence.hear({"event": "step", "step": 5, "loss": 0.5})
+    silence.on_event({"event": "step", "step": 5, "loss": 0.5})
     [(_, text)] = notes_of(silence, clock, range(200), stopped=(4711, 4712))
     assert "policy job" in text and "120 s" in text and "step 6" in text
     assert "`kill -CONT 4711 4712`" in text
@@ -45,7 +45,7 @@ def test_job_with_long_steps_is_silent_for_ten_of_them() -> None:
     for step in range(1, 4):
         clock.seconds = 50.0 * step
         event: Event = {"event": "step", "step": next(events), "loss": 0.5}
-        silence.hear(event)
+        silence.on_event(event)
     assert [time for time, _ in notes_of(silence, clock, range(150, 800))] == [150 + 500]
 
 
@@ -54,5 +54,5 @@ def test_event_ends_the_silence() -> None:
     silence = Silence(clock)
     for second in range(0, 1000, 100):
         clock.seconds = float(second)
-        silence.hear({"event": "phase", "phase": "training"})
+        silence.on_event({"event": "phase", "phase": "training"})
         assert silence.note("policy", tuple) is None
