@@ -133,7 +133,7 @@ DATABASES = {
 DAMAGED = {"is garbage": garbage, "is deleted": remove}
 
 
-@pytest.mark.parametrize(("name", "damage"), itertools.product(DATABASES, DAMAGED))
+@pytest.mark.parametrize(("name", "damage"), list(itertools.product(DATABASES, DAMAGED)))
 def test_damaged_database_is_named_and_can_be_moved_away(
     name: str, damage: str, undisturbed: Undisturbed, host: CommandHost, tmp_path: Path, record: Callable[..., None]
 ) -> None:

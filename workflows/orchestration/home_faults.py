@@ -1,6 +1,7 @@
 """Why the databases of a home refuse, or are gone. The errors of SQLite name neither the file nor the disk."""
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +21,7 @@ from workflows.orchestration.resources import pedigree_home
 
 # SQLite needs a few pages for its journal. With less it reports "disk I/O error".
 _FULL_BYTES = 1 << 18
+_GONE = re.compile("No such file or directory|unable to open database file|no such table|refuses: runs$")
 
 
 def explain(message: str) -> StoreError | None:
@@ -48,8 +50,8 @@ def explain(message: str) -> StoreError | None:
 
 
 def explain_removed_home(message: str) -> StoreError | None:
-    """Return the error for `message` if the home was removed while this command ran."""
-    if (pedigree_home() / "store").exists():
+    """Return the error for `message` if the home was removed while this command ran. Parts of it may be there again."""
+    if _records().is_dir() or not _GONE.search(message):
         return None
     return StoreError(f"{message}: {pedigree_home()} was removed while this command ran; run again", "home-removed")
 
@@ -75,6 +77,10 @@ def _remedy(path: Path) -> str:
 
 
 def _files(pattern: str) -> Iterator[Path]:
-    home = pedigree_home()
-    for folder in (home / "mlflow", Path(os.environ.get("DAGSTER_HOME") or home / "dagster")):
+    for folder in (pedigree_home() / "mlflow", _records()):
         yield from sorted(folder.rglob(pattern))
+
+
+def _records() -> Path:
+    """Return the folder of Dagster's databases."""
+    return Path(os.environ.get("DAGSTER_HOME") or pedigree_home() / "dagster")
