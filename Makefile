@@ -33,7 +33,7 @@ test: install
 # What this needs beside Python and make is installed if that can be done, else named.
 test-system: install
 	PYTHON=$(BIN)/python .ci/packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m system
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup -m system
 
 # More of the same faults. They take too long for every change: run them before a release.
 test-long: install

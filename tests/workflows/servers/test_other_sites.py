@@ -25,11 +25,9 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from tests.workflows.servers.test_web_servers import browser_command, elsewhere, graphql, printed, servers
+from tests.workflows.servers.test_web_servers import browser_command, graphql
 
-__all__ = ["elsewhere", "printed", "servers"]  # fixtures
-
-pytestmark = [pytest.mark.slow, pytest.mark.system]
+pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.xdist_group("ui")]
 MUTATION = """mutation { launchPipelineExecution(executionParams: {mode: "default", selector: {
   repositoryLocationName: "workflows.definitions", repositoryName: "__repository__", jobName: "small_retrain"}})
   { __typename } }"""
