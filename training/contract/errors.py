@@ -12,6 +12,7 @@
     │       └── CorruptRecord     the record of a derivation is damaged; a run can often write it again
     ├── UnreadableArtifact        the operating system cannot read an artifact now; it may be intact, so this is no StoreError
     ├── TrainingError             a run that must not go on: failed reference check, non-finite loss or gradient
+    ├── EngineError               engine.yaml, or the engine that it names, cannot be used
     ├── NodesError                nodes.yaml, or one of the machines it lists, cannot be used
     ├── JobFailed                 a launched process ended badly; has the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
@@ -98,6 +99,10 @@ class UnreadableArtifact(PedigreeError):
 
 class TrainingError(PedigreeError):
     code = "training"
+
+
+class EngineError(PedigreeError):
+    code = "engine"
 
 
 class NodesError(PedigreeError):
