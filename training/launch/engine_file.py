@@ -8,8 +8,8 @@
         setup: module load cuda
       big: {sbatch: {partition: gpu-big, time: 24:00:00}}
 
-`sbatch` and `srun` take any long option; `true` makes it a switch. A profile adds to `default`. Without the file, jobs run on this
-machine.
+`sbatch` and `srun` take any long option; `true` makes it a switch. A profile adds to `default`. Without the file, jobs run on
+this machine.
 """
 
 from pathlib import Path
@@ -47,8 +47,8 @@ Options = dict[OptionName, str]
 class SlurmProfile(StrictModel):
     """Options of sbatch and of srun, and lines of the shell before srun, such as `module load cuda`."""
 
-    sbatch: Options = {}
-    srun: Options = {}
+    sbatch: Options = Field(default_factory=dict)
+    srun: Options = Field(default_factory=dict)
     setup: str = ""
 
 
@@ -59,7 +59,7 @@ class SlurmEngine(StrictModel):
     """
 
     engine: Literal["slurm"]
-    profiles: dict[str, SlurmProfile] = {}
+    profiles: dict[str, SlurmProfile] = Field(default_factory=dict)
     python: str | None = None
     before_time_limit: Count = 120
     concurrent: Count = 1

@@ -111,7 +111,8 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
 
 def _check_loopback() -> None:
     """Raise JobFailed if the interface `lo` is down, as in a new network namespace. Gloo's own message names an address."""
-    if not psutil.net_if_stats()["lo"].isup:
+    loopback = psutil.net_if_stats().get("lo")
+    if loopback is None or not loopback.isup:
         raise JobFailed(
             "the network interface `lo` is down, but the processes of a job connect over it: turn it on (`ip link set lo up`)",
             "loopback-down",

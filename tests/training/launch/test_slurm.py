@@ -1,0 +1,170 @@
+"""Jobs in the queue of a real Slurm of two nodes on this machine."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training.launch.living import alive, first_event
+from tests.training.launch.slurm_cluster import missing_programs, slurm_cluster
+from training.contract.errors import EngineError
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
+from training.launch import slurm
+from training.launch.engine import JobState, Submission, name_of
+from training.launch.engine_file import SlurmEngine, SlurmProfile
+from training.launch.launcher import write_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+MakeJob = Callable[..., Job]
+ENGINE = SlurmEngine(engine="slurm")
+SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if missing := missing_programs():
+        pytest.fail(f"these tests need Slurm ({', '.join(missing)}): apt-get install -y slurm-wlm munge")
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as config:
+        yield config
+
+
+@pytest.fixture(autouse=True)
+def in_cluster(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the cluster, and cancel what a test leaves in its queue."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster))
+    yield
+    subprocess.run(["scancel", "--me"], check=True)
+    wait(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout)
+
+
+def wait(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def submit(job: Job, **sbatch: str) -> str:
+    write_job(job)
+    return slurm.submit(job, ENGINE, SlurmProfile(sbatch=sbatch), "ranked_program")
+
+
+def ending(job: Job, id: str) -> JobState:
+    wait(lambda: slurm.state_of(job, id).phase == "ended")
+    return slurm.state_of(job, id)
+
+
+@pytest.mark.system
+def test_submitted_job_on_two_nodes_publishes_its_artifact(make_job: MakeJob) -> None:
+    job = make_job("write", ranks=1, nodes=2)
+    assert ending(job, submit(job)).status == 0, job.log.read_text()
+    artifact = Store(job.store).find("policy", job.derivation.key)
+    assert artifact is not None
+    assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
+
+
+@pytest.mark.system
+def test_submitted_job_of_one_process_needs_no_torchrun(make_job: MakeJob) -> None:
+    job = make_job("write")
+    assert ending(job, submit(job)).status == 0, job.log.read_text()
+    assert "torchrun" not in job.log.read_text()
+
+
+@pytest.mark.system
+def test_failed_job_has_its_exit_status_and_its_cause(make_job: MakeJob) -> None:
+    job = make_job("rank_1_refuses", ranks=2)
+    state = ending(job, submit(job))
+    assert state.status not in (0, None) and "FAILED" in state.detail
+    assert "expected ln 2" in job.error.read_text()
+
+
+@pytest.mark.system
+def test_find_returns_the_live_job_of_the_same_work_only(make_job: MakeJob) -> None:
+    job = make_job("train_for_ever", ranks=2)
+    assert slurm.find(job) is None
+    id = submit(job)
+    assert slurm.find(job) == id
+    other = job.model_copy(update={"store": job.store / "other"})
+    assert slurm.find(other) is None and name_of(other) != name_of(job)
+
+
+@pytest.mark.system
+def test_canceled_job_leaves_no_process(make_job: MakeJob) -> None:
+    job = make_job("train_for_ever", ranks=2)
+    id = submit(job)
+    note = first_event(job)
+    pids = [*note["ranks"], note["torchrun"]]
+    assert alive(pids) == pids and slurm.state_of(job, id).phase == "running"
+    slurm.cancel(id)
+    assert ending(job, id).status != 0
+    wait(lambda: not alive(pids))
+    slurm.cancel(id)
+
+
+@pytest.mark.system
+def test_second_job_of_the_same_work_waits(make_job: MakeJob) -> None:
+    """Slurm itself keeps it off, even if its submitter knows nothing of the first one."""
+    job = make_job("train_for_ever")
+    first = submit(job)
+    wait(lambda: slurm.state_of(job, first).phase == "running")
+    second = submit(job)
+    assert second != first
+    wait(lambda: "Dependency" in slurm.state_of(job, second).detail)
+    assert slurm.state_of(job, second).phase == "queued" and slurm.find(job) == first
+
+
+@pytest.mark.system
+def test_held_job_names_the_command_that_lets_it_start(make_job: MakeJob) -> None:
+    job = make_job("write")
+    id = submit(job, hold="true")
+    state = slurm.state_of(job, id)
+    assert state.phase == "queued" and "JobHeldUser" in state.detail
+    assert f"`scontrol release {id}`" in state.remedy
+    subprocess.run(["scontrol", "release", id], check=True)
+    assert ending(job, id).status == 0
+
+
+@pytest.mark.system
+def test_job_beyond_the_limit_of_its_partition_has_a_remedy(make_job: MakeJob) -> None:
+    job = make_job("write")
+    id = submit(job, time="4:00:00")
+    wait(lambda: "PartitionTimeLimit" in slurm.state_of(job, id).detail)
+    assert "lower `time`" in slurm.state_of(job, id).remedy
+
+
+@pytest.mark.system
+def test_refused_submission_has_the_reason_of_slurm(make_job: MakeJob) -> None:
+    job = make_job("write")
+    with pytest.raises(EngineError, match=r"nowhere.*\[slurm-refuses\]|[Pp]artition.*\[slurm-refuses\]"):
+        submit(job, partition="nowhere")
+
+
+@pytest.mark.long  # Slurm lets two minutes pass before it starts a requeued job
+def test_preempted_job_starts_again(make_job: MakeJob) -> None:
+    job = make_job("train_for_ever")
+    id = submit(job)
+    first_event(job)
+    urgent = subprocess.run(
+        ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=job.folder,
+    ).stdout.strip()
+    wait(lambda: slurm.state_of(job, id).phase == "queued")
+    assert urgent.isdigit()
+    wait(lambda: "start number 2" in slurm.state_of(job, id).detail, seconds=180)
+
+
+@pytest.mark.system
+def test_submission_record_survives_and_damage_is_no_record(make_job: MakeJob) -> None:
+    job = make_job("write")
+    write_job(job)
+    assert Submission.read(job) is None
+    (record := Submission.of("slurm", "7", job)).write(job)
+    assert Submission.read(job) == record
+    (job.folder / "engine.json").write_text("{")
+    assert Submission.read(job) is None

@@ -1,0 +1,177 @@
+"""Jobs in the queue of Slurm, by `sbatch`, `scontrol`, `squeue` and `scancel`. No accounting database is needed.
+
+The batch script runs one task a node (training.launch.task), which runs torchrun. It begins again when Slurm queues the job
+again: after a preemption, after the loss of a node, and, by its own command, at the time limit if a checkpoint was committed
+since its start. `--dependency=singleton` on the job's name keeps a second job of the same work waiting.
+
+Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/job_reason_codes.html
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from training.contract.errors import EngineError
+from training.contract.protocol.job import Job
+from training.launch.engine import JobState, digest_of, name_of
+from training.launch.engine_file import SlurmEngine, SlurmProfile
+
+_COMMAND_SECONDS = 60.0
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_AWAY = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were transmitted"
+)
+_UNKNOWN_JOB = "Invalid job id"
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_CANCELED = 128 + 15
+# Reasons of a waiting job that do not pass by themselves, and what to do. `{id}` is the job's.
+_REMEDIES = {
+    r"(?i).*held.*": "`scontrol release {id}` lets it start; `scontrol show job {id}` shows why it was held",
+    r"PartitionTimeLimit": "lower `time` in the profile below the partition's limit, or name another partition",
+    r"PartitionNodeLimit|PartitionConfig": "lower `compute.nodes`, or name another partition in the profile",
+    r"PartitionDown|PartitionInactive": "`scontrol update partition=NAME state=up`, or name another partition in the profile",
+    r"BadConstraints|ReqNodeNotAvail.*": "correct the options in the profile: no node of the partition has what they ask for",
+    r"DependencyNeverSatisfied": "`scancel {id}`, then run again",
+    r"InvalidAccount|InvalidQOS|QOSNotAllowed|AccountNotAllowed": "correct `account` or `qos` in the profile",
+    r"(Assoc|QOS).*Limit.*": "lower the options in the profile, or wait for your other jobs (`squeue --me`)",
+}
+
+
+class ControllerAway(EngineError):
+    """slurmctld does not answer."""
+
+    code = "slurm-away"
+
+
+def submit(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str = "training.main") -> str:
+    """Submit the job and return its id. Raises EngineError with sbatch's reason, such as a missing account."""
+    script = job.folder / "batch.sh"
+    script.write_text(batch_script(job, engine, profile, module), encoding="utf-8")
+    options = [
+        *(
+            "--parsable",
+            f"--job-name={name_of(job)}",
+            "--dependency=singleton",
+            f"--nodes={job.nodes}",
+            "--ntasks-per-node=1",
+        ),
+        *("--requeue", "--open-mode=append", f"--output={str(job.log).replace('%', '%%')}", f"--chdir={job.folder}"),
+        f"--signal=B:USR1@{engine.before_time_limit}",
+    ]
+    return _ask("sbatch", *options, *_options(profile.sbatch), str(script)).partition(";")[0]
+
+
+def find(job: Job) -> str | None:
+    """Return the id of the job of the same work that has not ended, by its name; None without one."""
+    listed = _ask("squeue", "--me", "--noheader", f"--name={name_of(job)}", "--format=%i")
+    return min(listed.split(), key=int, default=None)
+
+
+def state_of(job: Job, id: str) -> JobState:
+    """Return the state of the job `id`. An unreachable controller gives the phase `unknown`."""
+    try:
+        text = _ask("scontrol", "show", "job", id, "--oneliner")
+    except ControllerAway as error:
+        return JobState("unknown", f"Slurm does not answer about job {id} ({error}); the job itself goes on")
+    except EngineError as error:
+        if _UNKNOWN_JOB not in str(error):
+            raise
+        return _ended(job, id, "no longer known to Slurm")
+    fields = dict(_FIELD.findall(text))
+    state, reason = fields["JobState"], fields.get("Reason", "")
+    if state in _WAITING:
+        return _waiting(id, reason, fields.get("StartTime", "Unknown"))
+    if state in _RUNNING:
+        starts = int(fields.get("Restarts", 0)) + 1
+        return JobState(
+            "running", f"job {id} runs on {fields.get('NodeList')}" + (f", start number {starts}" if starts > 1 else "")
+        )
+    return _ended(job, id, state if reason in ("", "None") else f"{state}, {reason}")
+
+
+def cancel(id: str) -> None:
+    """Cancel the job, waiting or running. An ended job is no error."""
+    _ask("scancel", id)
+
+
+def batch_script(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str) -> str:
+    """Return the script of the first node. It writes the exit status to `exit-status` when the job has ended."""
+    python = engine.python or sys.executable
+    task = [python, "-P", "-m", "training.launch.task", str(job.path), digest_of(job), module]
+    step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *_options(profile.srun), *task])
+    return f"""#!/bin/bash
+rm -f {_quoted(job.error)} {_quoted(exit_status(job))}
+touch {_quoted(job.folder / "started")}
+at_limit=
+trap 'at_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+{profile.setup.strip()}
+{step} &
+step=$!
+while :; do
+  wait "$step"; status=$?
+  kill -0 "$step" 2>/dev/null || break  # else the signal has interrupted `wait`
+done
+if [ -n "$at_limit" ] && [ "$status" -ne 0 ]; then
+  saved=$(find {_quoted(job.checkpoints)} -name 'step-????????' -newer {_quoted(job.folder / "started")} -print -quit)
+  if [ -n "$saved" ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 300
+  fi
+  echo "the time limit is too short: no checkpoint was committed since the start"
+fi
+echo "$status" > {_quoted(exit_status(job))}
+exit "$status"
+"""
+
+
+def exit_status(job: Job) -> Path:
+    return job.folder / "exit-status"
+
+
+def _waiting(id: str, reason: str, start: str) -> JobState:
+    detail = f"job {id} waits in Slurm's queue: {reason}"
+    if start not in ("Unknown", "N/A"):
+        detail += f", to start about {start.replace('T', ' ')}"
+    remedy = next((text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, reason)), "")
+    return JobState("queued", detail, remedy.format(id=id))
+
+
+def _ended(job: Job, id: str, how: str) -> JobState:
+    try:
+        status = int(exit_status(job).read_text())
+    except (FileNotFoundError, ValueError):
+        status = _CANCELED
+    return JobState("ended", f"job {id} has ended: {how}", status=status)
+
+
+def _options(options: dict[str, str]) -> list[str]:
+    return [
+        f"--{name}" if value == "true" else f"--{name}={value}" for name, value in options.items() if value != "false"
+    ]
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _ask(*command: str) -> str:
+    """Return the output of a command of Slurm. Raises EngineError with its message, ControllerAway without an answer."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+        )
+    except FileNotFoundError:
+        raise EngineError(
+            f"`{command[0]}` is not installed here, but engine.yaml names Slurm; run on a machine that can submit jobs",
+            "no-slurm",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ControllerAway(f"`{command[0]}` did not answer in {_COMMAND_SECONDS:.0f} s; try again") from None
+    if done.returncode == 0:
+        return done.stdout.strip()
+    cause = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+    if _AWAY.search(cause):
+        raise ControllerAway(f"`{command[0]}`: {cause}; check slurmctld")
+    raise EngineError(f"`{' '.join(command[:3])}` fails: {cause}; correct the profile in engine.yaml", "slurm-refuses")
