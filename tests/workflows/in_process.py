@@ -47,6 +47,12 @@ class Ended:
     def poll(self) -> int | None:
         return self.status
 
+    def news(self) -> str:
+        return ""
+
+    def is_waiting(self) -> bool:
+        return False
+
     def stopped(self) -> list[int]:
         return []
 
@@ -56,6 +62,9 @@ class Ended:
 
 class InProcess:
     """A launcher that runs a job at once, from its job.json, as `python -m training.main` does."""
+
+    def find(self, job: Job) -> None:
+        return None
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
         job.log.write_text("done in the process that asked for it\n", encoding="utf-8")

@@ -32,16 +32,16 @@ class JobState:
 
 
 class Submission(StrictModel):
-    """The content of `engine.json`. `job_sha256`: of the job.json that was submitted; `submitted`: seconds since the epoch."""
+    """The content of `engine.json`. `submitted`: seconds since the epoch; `work_sha256`: of all that the job does."""
 
     engine: str
     id: str
     submitted: float
-    job_sha256: str
+    work_sha256: str
 
     @classmethod
     def of(cls, engine: str, id: str, job: Job) -> "Submission":
-        return cls(engine=engine, id=id, submitted=time.time(), job_sha256=digest_of(job))
+        return cls(engine=engine, id=id, submitted=time.time(), work_sha256=work_of(job))
 
     def write(self, job: Job) -> None:
         write_durably(record_of(job), self.model_dump_json(indent=2).encode())
@@ -62,6 +62,11 @@ def record_of(job: Job) -> Path:
 def digest_of(job: Job) -> str:
     """Return the sha256 of the job.json in the job's folder."""
     return hashlib.sha256(job.path.read_bytes()).hexdigest()
+
+
+def work_of(job: Job) -> str:
+    """Return the sha256 of all that the job does. Stamps of files only tell if a file changed meanwhile."""
+    return hashlib.sha256(job.model_dump_json(exclude={"stamps"}).encode()).hexdigest()
 
 
 def name_of(job: Job) -> str:

@@ -43,6 +43,12 @@ class Handle(Protocol):
     def poll(self) -> int | None:
         """Return the exit status (negative: the signal that ended the supervisor), or None while the job runs."""
 
+    def news(self) -> str:
+        """Return what changed about the job since the last call, such as its place in a queue; else an empty text."""
+
+    def is_waiting(self) -> bool:
+        """Return whether the job waits in a queue, so that nothing can come from it."""
+
     def stopped(self) -> Sequence[int]:
         """Return the ids of the job's processes that a signal has stopped, as SIGSTOP does."""
 
@@ -53,20 +59,24 @@ class Handle(Protocol):
 class Launcher(Protocol):
     """Starts jobs."""
 
+    def find(self, job: Job) -> Handle | None:
+        """Return a job of the same work that was started before and has not ended; None without one. The lock is held."""
+
     def start(self, job: Job, lock: BinaryIO | None = None) -> Handle:
         """Start the job of `job.path`. Its processes hold `lock` until the last one ends."""
 
 
 def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
-    """Run `job` to its end, and pass each event to `on_event` immediately.
+    """Run `job` to its end, and pass each event to `on_event` immediately. Follow a live job of the same work, if any.
 
     A job that resumes from checkpoints repeats its earlier events. A note tells of a long silence. Raise JobFailed with the
     root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any
     other exception, including KeyboardInterrupt, cancel the job and re-raise.
     """
-    write_job(job)
-    follower = Follower(job.events)
-    handle, silence = launcher.start(job, lock), Silence()
+    follower, silence = Follower(job.events), Silence()
+    if (handle := launcher.find(job)) is None:
+        write_job(job)
+        handle = launcher.start(job, lock)
     try:
         status = None
         while status is None:
@@ -74,7 +84,11 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
             for event in follower.new():
                 silence.on_event(event)
                 on_event(event)
+            if news := handle.news():
+                on_event({"event": "note", "time": time.time(), "text": news})
             if status is None:
+                if handle.is_waiting():
+                    silence = Silence()
                 if (note := silence.note(job.kind, handle.stopped)) is not None:
                     on_event(note)
                 _check_exists(job)

@@ -55,6 +55,12 @@ class LocalHandle:
     def poll(self) -> int | None:
         return self._supervisor.poll()
 
+    def news(self) -> str:
+        return ""
+
+    def is_waiting(self) -> bool:
+        return False
+
     def stopped(self) -> list[int]:
         return stopped_descendants(self._supervisor.pid)
 
@@ -75,6 +81,9 @@ class LocalLauncher:
 
     def __init__(self, module: str = "training.main"):
         self._module = module
+
+    def find(self, job: Job) -> None:
+        """Return None: a job on this machine ends with its launcher."""
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
         module_args = ["-m", self._module, str(job.path)]

@@ -7,15 +7,18 @@ since its start. `--dependency=singleton` on the job's name keeps a second job o
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/job_reason_codes.html
 """
 
+import math
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import BinaryIO
 
 from training.contract.errors import EngineError
 from training.contract.protocol.job import Job
-from training.launch.engine import JobState, digest_of, name_of
+from training.launch.engine import JobState, Submission, digest_of, name_of, work_of
 from training.launch.engine_file import SlurmEngine, SlurmProfile
 
 _COMMAND_SECONDS = 60.0
@@ -27,6 +30,7 @@ _UNKNOWN_JOB = "Invalid job id"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _CANCELED = 128 + 15
+_BETWEEN_LOOKS = 1.0
 # Reasons of a waiting job that do not pass by themselves, and what to do. `{id}` is the job's.
 _REMEDIES = {
     r"(?i).*held.*": "`scontrol release {id}` lets it start; `scontrol show job {id}` shows why it was held",
@@ -46,8 +50,67 @@ class ControllerAway(EngineError):
     code = "slurm-away"
 
 
+class SlurmHandle:
+    """A job in Slurm's queue. Slurm is asked every `seconds`, and at once when the job has written its exit status."""
+
+    def __init__(self, job: Job, id: str, seconds: float = 10.0) -> None:
+        self.log, self._job, self.id, self._seconds = job.log, job, id, seconds
+        self._state = JobState("unknown", f"job {id} was submitted to Slurm")
+        self._reported, self._asked = "", -math.inf
+
+    def poll(self) -> int | None:
+        if time.monotonic() - self._asked > self._seconds or exit_status(self._job).exists():
+            self._state, self._asked = state_of(self._job, self.id), time.monotonic()
+        return self._state.status if self._state.phase == "ended" else None
+
+    def news(self) -> str:
+        text = self._state.detail + (
+            f"; it cannot start without help: {self._state.remedy}" if self._state.remedy else ""
+        )
+        if text == self._reported:
+            return ""
+        self._reported = text
+        return text
+
+    def is_waiting(self) -> bool:
+        return self._state.phase in ("queued", "unknown")
+
+    def stopped(self) -> list[int]:
+        return []
+
+    def cancel(self) -> None:
+        """Cancel the job and wait until nothing of it is left."""
+        while state_of(self._job, self.id).phase != "ended":
+            cancel(self.id)
+            time.sleep(_BETWEEN_LOOKS)
+
+
+class SlurmLauncher:
+    """Jobs in the queue of Slurm. They outlive their launcher: the next one of the same work follows them."""
+
+    def __init__(self, engine: SlurmEngine, profile: SlurmProfile, module: str = "training.main") -> None:
+        self._engine, self._profile, self._module = engine, profile, module
+
+    def find(self, job: Job) -> SlurmHandle | None:
+        """Return the live job of the same work. One with other settings, such as the number of nodes, is canceled first."""
+        if (id := find(job)) is None:
+            return None
+        handle, record = SlurmHandle(job, id), Submission.read(job)
+        if record is None or record.work_sha256 == work_of(job):
+            return handle
+        handle.cancel()
+        return None
+
+    def start(self, job: Job, lock: BinaryIO | None = None) -> SlurmHandle:
+        id = submit(job, self._engine, self._profile, self._module)
+        Submission.of("slurm", id, job).write(job)
+        return SlurmHandle(job, id)
+
+
 def submit(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str = "training.main") -> str:
     """Submit the job and return its id. Raises EngineError with sbatch's reason, such as a missing account."""
+    for left in (job.log, exit_status(job)):
+        left.unlink(missing_ok=True)
     script = job.folder / "batch.sh"
     script.write_text(batch_script(job, engine, profile, module), encoding="utf-8")
     options = [

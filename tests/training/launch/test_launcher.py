@@ -50,6 +50,15 @@ def test_run_job_passes_events_during_the_run(make_job: MakeJob) -> None:
 class LastMoment:
     """A launcher and its handle. The job writes an event and ends just before `poll` returns."""
 
+    def find(self, job: Job) -> None:
+        return None
+
+    def news(self) -> str:
+        return ""
+
+    def is_waiting(self) -> bool:
+        return False
+
     def start(self, job: Job, lock: BinaryIO | None = None) -> "LastMoment":
         self.events, self.log = job.events, job.log
         return self

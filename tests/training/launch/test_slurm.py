@@ -1,6 +1,7 @@
 """Jobs in the queue of a real Slurm of two nodes on this machine."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +11,27 @@ import pytest
 from tests.training.launch.living import alive, first_event
 from tests.training.launch.slurm_cluster import missing_programs, slurm_cluster
 from training.contract.errors import EngineError
+from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.launch import slurm
 from training.launch.engine import JobState, Submission, name_of
 from training.launch.engine_file import SlurmEngine, SlurmProfile
-from training.launch.launcher import write_job
+from training.launch.launcher import run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 MakeJob = Callable[..., Job]
 ENGINE = SlurmEngine(engine="slurm")
 SECONDS = 90.0
+FOLLOW = """
+import sys
+from training.contract.protocol.job import Job
+from training.launch.engine_file import SlurmEngine, SlurmProfile
+from training.launch.launcher import run_job
+from training.launch.slurm import SlurmLauncher
+job = Job.model_validate_json(sys.argv[1])
+run_job(SlurmLauncher(SlurmEngine(engine="slurm"), SlurmProfile(), "ranked_program"), job, lambda event: None)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +179,51 @@ def test_submission_record_survives_and_damage_is_no_record(make_job: MakeJob) -
     assert Submission.read(job) == record
     (job.folder / "engine.json").write_text("{")
     assert Submission.read(job) is None
+
+
+@pytest.mark.system
+def test_run_job_follows_the_job_of_a_killed_launcher(make_job: MakeJob) -> None:
+    """The first launcher is killed while the job runs. The second one submits nothing, and gets the events and the result."""
+    job = make_job("wait_for_go", nodes=2)
+    launcher = subprocess.Popen([sys.executable, "-c", FOLLOW, job.model_dump_json()])
+    first_event(job)
+    launcher.kill()
+    launcher.wait()
+    texts: list[str] = []
+
+    def on_event(event: Event) -> None:
+        texts.append(event.get("text", ""))
+        (job.folder / "go").touch()
+
+    run_job(slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program"), job, on_event)
+    assert Store(job.store).find("policy", job.derivation.key) is not None
+    [submitted] = {text.split()[1] for text in texts if text.startswith("job ")}
+    record = Submission.read(job)
+    assert record is not None and submitted == record.id
+    assert any("runs on n[1-2]" in text for text in texts)
+
+
+@pytest.mark.system
+def test_run_job_with_other_settings_replaces_the_live_job(make_job: MakeJob) -> None:
+    job = make_job("train_for_ever")
+    launcher = slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program")
+    write_job(job)
+    handle = launcher.start(job)
+    wait(lambda: handle.poll() is None and slurm.state_of(job, handle.id).phase == "running")
+    other = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 7})})
+    assert launcher.find(job) is not None
+    assert launcher.find(other) is None
+    assert slurm.state_of(job, handle.id).phase == "ended"
+
+
+@pytest.mark.system
+def test_run_job_that_is_interrupted_cancels_its_job(make_job: MakeJob) -> None:
+    job = make_job("train_for_ever")
+
+    def interrupt(event: Event) -> None:
+        if "ranks" in event:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program"), job, interrupt)
+    assert slurm.find(job) is None

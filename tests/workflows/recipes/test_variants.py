@@ -171,6 +171,9 @@ def test_compared_recipes_need_different_names(home, folder):
 class _CtrlC:
     """A launcher that raises Ctrl-C's interrupt instead of starting a job."""
 
+    def find(self, *_: object) -> None:
+        return None
+
     def start(self, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
