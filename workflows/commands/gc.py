@@ -42,12 +42,13 @@ from assets.lineage.history import Materialization, latest_of, made_in
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
 from model_registry.model_version import MERGED
-from training.contract.errors import CorruptArtifact, CorruptRecord
+from training.contract.errors import CorruptArtifact, CorruptRecord, EngineError
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.store.staging import lock_beside
 from training.contract.system.locks import holding, is_held
+from training.launch.cluster.engine import Submission
 from workflows.commands.gc_caches import CACHES, KeptCaches
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -196,8 +197,29 @@ class GarbageCollector:
     def _in_progress(self) -> Iterator[Reference]:
         for folder in self._jobs:
             job = _read_job(folder)
-            if job is not None and is_held(self._store.lock_file(job.artifact, job.derivation.key)):
+            if job is None:
+                continue
+            if folder in self._live or is_held(self._store.lock_file(job.artifact, job.derivation.key)):
                 yield from _references(job.inputs)
+
+    @cached_property
+    def _live(self) -> dict[Path, Job]:
+        """The jobs that wait or run in the queue of an engine. Nobody holds the locks of one whose launcher has ended.
+
+        A job counts as live if its engine does not answer.
+        """
+        live = {}
+        for folder in self._jobs:
+            job = _read_job(folder)
+            if job is None or Submission.read(job) is None:
+                continue
+            try:
+                is_live = self._services.launcher.find(job) is not None
+            except EngineError:
+                is_live = True
+            if is_live:
+                live[folder] = job
+        return live
 
     def _recent(self) -> Iterator[Reference]:
         """Yield artifacts made or used by an unfinished run, perhaps before Dagster recorded them."""
@@ -220,6 +242,8 @@ class GarbageCollector:
         return min((record.create_timestamp for record in records), default=None)
 
     def _is_finished(self, folder: Path) -> bool:
+        if folder in self._live:
+            return False
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
 
     def _locks_of_job(self, folder: Path) -> list[Path]:
@@ -247,7 +271,9 @@ class GarbageCollector:
         return self._store.locks / f"{name}.lock"
 
     def _is_abandoned(self, folder: Path) -> bool:
-        """Return whether a staging folder is unused: neither the lock beside it nor its job's lock is held."""
+        """Return whether a staging folder is unused: neither the lock beside it nor its job's lock is held, nor is it live."""
+        if any(job.staging.name == folder.name for job in self._live.values()):
+            return False
         beside, named = lock_beside(folder), self._lock_of(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)

@@ -128,7 +128,7 @@ RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is th
 LOSS_OPTIONS = {"ld_alpha": 0.5, "weighting": "wpo"}
 COMPUTE = {
     **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
-    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1, "nodes": 2},
+    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1, "nodes": 2, "queue": "big"},
 }
 FASTER = {"activation_checkpointing": True, "compile": True}
 MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}

@@ -222,6 +222,7 @@ class Compute(ConfigSection):
     checkpoint_every: Count = 50
     keep_checkpoints: Count = 2
     grace_seconds: Count = 30
+    queue: Text | None = None
 
 
 class Automation(ConfigSection):

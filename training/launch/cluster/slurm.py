@@ -1,7 +1,7 @@
 """Jobs in the queue of Slurm, by `sbatch`, `scontrol`, `squeue` and `scancel`. No accounting database is needed.
 
-The batch script runs one task a node (training.launch.task), which runs torchrun. It begins again when Slurm queues the job
-again: after a preemption, after the loss of a node, and, by its own command, at the time limit if a checkpoint was committed
+The batch script runs one task a node (task.py), which runs torchrun. It begins again when Slurm queues the job again: after a
+preemption, after the loss of a node, and, by its own command, at the time limit if a checkpoint was committed
 since its start. `--dependency=singleton` on the job's name keeps a second job of the same work waiting.
 
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/job_reason_codes.html
@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from training.contract.errors import EngineError
 from training.contract.protocol.job import Job
-from training.launch.engine import JobState, Submission, digest_of, name_of, work_of
-from training.launch.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster.engine import JobState, Submission, digest_of, name_of, work_of
+from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
 
 _COMMAND_SECONDS = 60.0
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -102,6 +102,7 @@ class SlurmLauncher:
         return None
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> SlurmHandle:
+        Submission.of("slurm", "", job).write(job)
         id = submit(job, self._engine, self._profile, self._module)
         Submission.of("slurm", id, job).write(job)
         return SlurmHandle(job, id)
@@ -163,7 +164,7 @@ def cancel(id: str) -> None:
 def batch_script(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str) -> str:
     """Return the script of the first node. It writes the exit status to `exit-status` when the job has ended."""
     python = engine.python or sys.executable
-    task = [python, "-P", "-m", "training.launch.task", str(job.path), digest_of(job), module]
+    task = [python, "-P", "-m", "training.launch.cluster.task", str(job.path), digest_of(job), module]
     step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *_options(profile.srun), *task])
     return f"""#!/bin/bash
 rm -f {_quoted(job.error)} {_quoted(exit_status(job))}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from training.contract.errors import EngineError
-from training.launch.engine_file import LocalEngine, SlurmEngine, read_engine
+from training.launch.cluster.engine_file import LocalEngine, SlurmEngine, read_engine
 
 TWO = """
 engine: slurm

@@ -1,7 +1,7 @@
 """The task of one node of a cluster: check that this machine can run the job, then become torchrun.
 
-`python -P -m training.launch.task JOB.json SHA256 MODULE`, as the batch script of Slurm starts it on each node. The environment
-tells the number of this node and the address of the first one.
+`python -P -m training.launch.cluster.task JOB.json SHA256 MODULE`, as the batch script of Slurm starts it on each node. The
+environment has the number of this node and the address of the first one.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """What an engine with a queue, such as Slurm, tells about a job, and the record of a submitted job in its folder.
 
-`engine.json` is written right after the submission. A process that ended in between leaves a job without a record, so an
-engine also finds a job by its name, which is a function of the artifact, the key and the store.
+`engine.json` is written before the submission, and again with the id after it. A process that ended in between leaves a job
+whose id nobody knows, so an engine also finds a job by its name, a function of the artifact, the key and the store.
 """
 
 import hashlib
@@ -32,7 +32,10 @@ class JobState:
 
 
 class Submission(StrictModel):
-    """The content of `engine.json`. `submitted`: seconds since the epoch; `work_sha256`: of all that the job does."""
+    """The content of `engine.json`.
+
+    `id`: empty before the submission; `submitted`: seconds since the epoch; `work_sha256`: of all that the job does.
+    """
 
     engine: str
     id: str

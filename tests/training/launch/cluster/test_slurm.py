@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.launch.cluster.slurm_cluster import missing_programs, slurm_cluster
 from tests.training.launch.living import alive, first_event
-from tests.training.launch.slurm_cluster import missing_programs, slurm_cluster
 from training.contract.errors import EngineError
 from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
-from training.launch import slurm
-from training.launch.engine import JobState, Submission, name_of
-from training.launch.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster import slurm
+from training.launch.cluster.engine import JobState, Submission, name_of
+from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
 from training.launch.launcher import run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -26,9 +26,9 @@ SECONDS = 90.0
 FOLLOW = """
 import sys
 from training.contract.protocol.job import Job
-from training.launch.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
 from training.launch.launcher import run_job
-from training.launch.slurm import SlurmLauncher
+from training.launch.cluster.slurm import SlurmLauncher
 job = Job.model_validate_json(sys.argv[1])
 run_job(SlurmLauncher(SlurmEngine(engine="slurm"), SlurmProfile(), "ranked_program"), job, lambda event: None)
 """

@@ -1,0 +1,1 @@
+"""Jobs in the queue of a cluster: the file of the engine, its launcher, and what runs on each node."""
