@@ -1,4 +1,4 @@
-"""The undisturbed run, a process that starts commands, and the record of what each fault did."""
+"""Fixtures: the undisturbed run, a process that starts commands, and a function that records the outcome of a fault."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def ended_commands() -> Iterator[None]:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a function that notes what a fault did, in the file that the variable FAULTS_FILE names, for docs/faults.md.
+    """Return a function that appends the outcome of a fault to the file in FAULTS_FILE. docs/faults.md is made from it.
 
     `seconds`: until no process was left, or until the answer about an input. `same`: the next run has the undisturbed run's
     artifacts.

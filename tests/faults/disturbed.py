@@ -116,7 +116,7 @@ STARTED: list[Command] = []  # by the test that runs
 
 
 def end_commands() -> None:
-    """Kill what a failed test has left, so that it does not slow down the others."""
+    """Kill the processes that a failed test has left. They would slow down the other tests."""
     for command in STARTED:
         for process in command.processes():
             with suppress(psutil.Error):

@@ -15,10 +15,10 @@ SECTIONS = {
         "Files that change during a run",
         "It happened when the stage wrote its result, unless the row says otherwise.",
     ),
-    "test_damaged_files": ("Damaged files", "Between two runs."),
+    "test_damaged_files": ("Damaged files", "Between two runs. The jobs run in the process of the test."),
     "test_hostile_inputs": (
         "Hostile inputs",
-        "None of them ran code, wrote outside the home, or took more than 2.5 GiB. Seconds: until the answer.",
+        "None of them ran code, or took more than 2.5 GiB. The jobs run in the process of the test. Seconds: until the answer.",
     ),
 }
 HEAD = """# Faults

@@ -18,7 +18,7 @@ from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
-from training.launch.silence import Silence
+from training.launch.stall import StallDetector
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20
@@ -44,7 +44,7 @@ class Handle(Protocol):
         """Return the exit status (negative: the signal that ended the supervisor), or None while the job runs."""
 
     def news(self) -> str:
-        """Return what changed about the job since the last call, such as its place in a queue; else an empty text."""
+        """Return the state of the job in a queue, if it changed since the last call; else an empty text."""
 
     def is_waiting(self) -> bool:
         """Return whether the job waits in a queue, so that nothing can come from it."""
@@ -69,11 +69,11 @@ class Launcher(Protocol):
 def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
     """Run `job` to its end, and pass each event to `on_event` immediately. Follow a live job of the same work, if any.
 
-    A job that resumes from checkpoints repeats its earlier events. A note tells of a long silence. Raise JobFailed with the
+    A job that resumes from checkpoints repeats its earlier events. A note tells of a long stall. Raise JobFailed with the
     root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any
     other exception, including KeyboardInterrupt, cancel the job and re-raise.
     """
-    follower, silence = Follower(job.events), Silence()
+    follower, stall = Follower(job.events), StallDetector()
     if (handle := launcher.find(job)) is None:
         write_job(job)
         handle = launcher.start(job, lock)
@@ -82,14 +82,14 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
         while status is None:
             status = handle.poll()  # poll first, so that the last events are read after the end
             for event in follower.new():
-                silence.on_event(event)
+                stall.on_event(event)
                 on_event(event)
             if news := handle.news():
                 on_event({"event": "note", "time": time.time(), "text": news})
             if status is None:
                 if handle.is_waiting():
-                    silence = Silence()
-                if (note := silence.note(job.kind, handle.stopped)) is not None:
+                    stall = StallDetector()
+                if (note := stall.note(job.kind, handle.stopped)) is not None:
                     on_event(note)
                 _check_exists(job)
                 time.sleep(_POLL_SECONDS)

@@ -230,9 +230,9 @@ def _documents(file: Path) -> list[yaml.Node]:
 
 
 def _check_size(file: Path, document: yaml.Node) -> None:
-    """Raise RecipeError if the document is enormous once its aliases are replaced by what they name, or has no end.
+    """Raise RecipeError if the aliases of a document stand for too many values, or an alias stands for a part of itself.
 
-    Ten lines can stand for billions of values, and every reader of the recipe would walk through all of them.
+    Ten lines can stand for billions of values. Every reader of the recipe would visit all of them.
     """
     sizes: dict[int, int] = {}
 
@@ -243,8 +243,8 @@ def _check_size(file: Path, document: yaml.Node) -> None:
             sizes[id(node)] = 1 + sum(size(part) for entry in parts for part in _parts(entry))
         if sizes[id(node)] >= _MOST_NODES:
             raise RecipeError(
-                f"{file}:{node.start_mark.line + 1}: with its aliases replaced by what they name, this has at least "
-                f"{_MOST_NODES:,} values; write out what you need",
+                f"{file}:{node.start_mark.line + 1}: the aliases in this section stand for {_MOST_NODES:,} values or more; "
+                "remove aliases",
                 "too-many-values",
             )
         return sizes[id(node)]

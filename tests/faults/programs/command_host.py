@@ -1,8 +1,13 @@
 """Run `pedigree` commands in forks of this process, which has imported all modules: a command alone spends seconds on that.
 
-Each line of standard input is a request in JSON: `arguments`, `environment`, `output` (a file), and optionally `around` (the
-name of a method of MLflow's client) and `fault`, as in sitecustomize.py, with `at` `before` or `after` a call of it. The
-answer is the id of the fork. `{"wait": pid}` is answered by its exit status, as is a command of the shell, `{"shell": text}`.
+A request is a line of JSON on standard input:
+
+    arguments, environment, output   the command, its variables, and the file for its output
+    around, fault                    a method of MLflow's client, and a fault as in sitecustomize.py; `at`: `before` or `after`
+    wait                             the id of a fork; the answer is its exit status
+    shell                            a shell command; the answer is its exit status
+
+The answer to the first kind is the id of the fork.
 """
 
 import json

@@ -7,7 +7,7 @@ The variable FAULT is JSON:
     at        the point: `write`, `publish` or `checkpoint`, the first such file operation of the job; `read NAME`, before it
               opens a file whose path ends so
     reached   a file that gets the id of the process at the point
-    do        what happens there: `wait` until a signal comes, `memory` (an allocation that fails), or a command of the shell
+    do        `wait` until a signal comes, `memory` for an allocation that fails, or a shell command
 """
 
 import json

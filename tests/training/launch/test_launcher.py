@@ -110,8 +110,8 @@ def test_run_job_with_a_removed_folder_ends_the_job(make_job: MakeJob) -> None:
 
 def test_run_job_notes_a_long_silence(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stopped process is named, and the job goes on."""
-    monkeypatch.setattr("training.launch.silence._SHORTEST_SECONDS", 0.2)
-    monkeypatch.setattr("training.launch.silence._TIMES_LONGEST", 0.0)
+    monkeypatch.setattr("training.launch.stall._SHORTEST_SECONDS", 0.2)
+    monkeypatch.setattr("training.launch.stall._TIMES_LONGEST", 0.0)
     job, notes = make_job("answered"), list[str]()
 
     def answer(event: Event) -> None:

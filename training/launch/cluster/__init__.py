@@ -1,1 +1,1 @@
-"""Jobs in the queue of a cluster: the file of the engine, its launcher, and what runs on each node."""
+"""Jobs in the queue of a cluster: `engine.yaml`, the launcher of an engine, and the task that runs on each node."""

@@ -1,7 +1,7 @@
 """What an engine with a queue, such as Slurm, tells about a job, and the record of a submitted job in its folder.
 
-`engine.json` is written before the submission, and again with the id after it. A process that ended in between leaves a job
-whose id nobody knows, so an engine also finds a job by its name, a function of the artifact, the key and the store.
+`engine.json` is written before the submission, and again with the id after it. If the process ends in between, nobody knows the
+id. So an engine finds a job by its name. The name is a function of artifact, key and store.
 """
 
 import hashlib

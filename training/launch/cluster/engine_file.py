@@ -62,7 +62,6 @@ class SlurmEngine(StrictModel):
     profiles: dict[str, SlurmProfile] = Field(default_factory=dict)
     python: str | None = None
     before_time_limit: Count = 120
-    concurrent: Count = 1
 
     def profile(self, name: str | None, path: Path) -> SlurmProfile:
         """Return a profile over `default`. Raises EngineError for an unknown name."""

@@ -1,7 +1,7 @@
 """Jobs in the queue of Slurm, by `sbatch`, `scontrol`, `squeue` and `scancel`. No accounting database is needed.
 
 The batch script runs one task a node (task.py), which runs torchrun. It begins again when Slurm queues the job again: after a
-preemption, after the loss of a node, and, by its own command, at the time limit if a checkpoint was committed
+preemption, or after the loss of a node. At the time limit the script itself queues the job again, if a checkpoint was committed
 since its start. `--dependency=singleton` on the job's name keeps a second job of the same work waiting.
 
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/job_reason_codes.html
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from training.contract.errors import EngineError
-from training.contract.protocol.job import Job
+from training.contract.protocol.job import Failure, Job
 from training.launch.cluster.engine import JobState, Submission, digest_of, name_of, work_of
 from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
 
@@ -29,7 +29,8 @@ _AWAY = re.compile(
 _UNKNOWN_JOB = "Invalid job id"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-_CANCELED = 128 + 15
+_SIGTERM = 15
+_CANCELED = 128 + _SIGTERM
 _BETWEEN_LOOKS = 1.0
 # Reasons of a waiting job that do not pass by themselves, and what to do. `{id}` is the job's.
 _REMEDIES = {
@@ -42,6 +43,20 @@ _REMEDIES = {
     r"InvalidAccount|InvalidQOS|QOSNotAllowed|AccountNotAllowed": "correct `account` or `qos` in the profile",
     r"(Assoc|QOS).*Limit.*": "lower the options in the profile, or wait for your other jobs (`squeue --me`)",
 }
+
+
+_TOO_SHORT = Failure(
+    type=EngineError.__name__,
+    message=str(
+        EngineError(
+            "the time limit came before a checkpoint was committed: raise `time` in the profile of engine.yaml, or lower "
+            "`compute.checkpoint_every`",
+            "time-limit",
+        )
+    ),
+    rank=None,
+    traceback="",
+)
 
 
 class ControllerAway(EngineError):
@@ -59,7 +74,8 @@ class SlurmHandle:
         self._reported, self._asked = "", -math.inf
 
     def poll(self) -> int | None:
-        if time.monotonic() - self._asked > self._seconds or exit_status(self._job).exists():
+        wait = _BETWEEN_LOOKS if exit_status(self._job).exists() else self._seconds
+        if time.monotonic() - self._asked > wait:
             self._state, self._asked = state_of(self._job, self.id), time.monotonic()
         return self._state.status if self._state.phase == "ended" else None
 
@@ -115,13 +131,8 @@ def submit(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str = "
     script = job.folder / "batch.sh"
     script.write_text(batch_script(job, engine, profile, module), encoding="utf-8")
     options = [
-        *(
-            "--parsable",
-            f"--job-name={name_of(job)}",
-            "--dependency=singleton",
-            f"--nodes={job.nodes}",
-            "--ntasks-per-node=1",
-        ),
+        *("--parsable", f"--job-name={name_of(job)}", "--dependency=singleton"),
+        *(f"--nodes={job.nodes}", "--ntasks-per-node=1"),
         *("--requeue", "--open-mode=append", f"--output={str(job.log).replace('%', '%%')}", f"--chdir={job.folder}"),
         f"--signal=B:USR1@{engine.before_time_limit}",
     ]
@@ -143,7 +154,7 @@ def state_of(job: Job, id: str) -> JobState:
     except EngineError as error:
         if _UNKNOWN_JOB not in str(error):
             raise
-        return _ended(job, id, "no longer known to Slurm")
+        return _forgotten(job, id)
     fields = dict(_FIELD.findall(text))
     state, reason = fields["JobState"], fields.get("Reason", "")
     if state in _WAITING:
@@ -153,7 +164,9 @@ def state_of(job: Job, id: str) -> JobState:
         return JobState(
             "running", f"job {id} runs on {fields.get('NodeList')}" + (f", start number {starts}" if starts > 1 else "")
         )
-    return _ended(job, id, state if reason in ("", "None") else f"{state}, {reason}")
+    number, _, sent = fields["ExitCode"].partition(":")  # the exit status, and the signal that ended the job
+    failed = int(number) or 128 + (int(sent or 0) or _SIGTERM)
+    return JobState("ended", f"job {id} has ended: {state}", status=0 if state == "COMPLETED" else failed)
 
 
 def cancel(id: str) -> None:
@@ -183,7 +196,7 @@ if [ -n "$at_limit" ] && [ "$status" -ne 0 ]; then
   if [ -n "$saved" ]; then
     scontrol requeue "$SLURM_JOB_ID" && sleep 300
   fi
-  echo "the time limit is too short: no checkpoint was committed since the start"
+  echo {shlex.quote(_TOO_SHORT.model_dump_json())} > {_quoted(job.error)}
 fi
 echo "$status" > {_quoted(exit_status(job))}
 exit "$status"
@@ -202,12 +215,13 @@ def _waiting(id: str, reason: str, start: str) -> JobState:
     return JobState("queued", detail, remedy.format(id=id))
 
 
-def _ended(job: Job, id: str, how: str) -> JobState:
+def _forgotten(job: Job, id: str) -> JobState:
+    """Return the state of a job that ended minutes ago: Slurm forgets it, but its script has written the exit status."""
     try:
         status = int(exit_status(job).read_text())
     except (FileNotFoundError, ValueError):
         status = _CANCELED
-    return JobState("ended", f"job {id} has ended: {how}", status=status)
+    return JobState("ended", f"job {id} has ended; Slurm does not know it any more", status=status)
 
 
 def _options(options: dict[str, str]) -> list[str]:

@@ -171,6 +171,23 @@ def test_preempted_job_starts_again(make_job: MakeJob) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_job_at_its_time_limit_is_queued_again_only_after_progress(make_job: MakeJob, has_checkpoint: bool) -> None:
+    """Slurm sends SIGUSR1 to the batch script before the limit; here a command sends it."""
+    job = make_job("train_for_ever")
+    id = submit(job)
+    first_event(job)
+    if has_checkpoint:
+        (job.checkpoints / "a" / "step-00000001").mkdir(parents=True)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", id], check=True)
+    if has_checkpoint:
+        wait(lambda: slurm.state_of(job, id).phase == "queued")
+    else:
+        assert ending(job, id).status not in (0, None)
+        assert "[time-limit]" in job.error.read_text()
+
+
+@pytest.mark.system
 def test_submission_record_survives_and_damage_is_no_record(make_job: MakeJob) -> None:
     job = make_job("write")
     write_job(job)

@@ -1,7 +1,7 @@
 """Notes about a job that reports nothing, on a clock of the test's own."""
 
 from training.contract.protocol.events import Event
-from training.launch.silence import Silence
+from training.launch.stall import StallDetector
 
 
 class Clock:
@@ -14,26 +14,28 @@ class Clock:
         return self.seconds
 
 
-def notes_of(silence: Silence, clock: Clock, seconds: range, stopped: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+def notes_of(
+    silence: StallDetector, clock: Clock, seconds: range, stopped: tuple[int, ...] = ()
+) -> list[tuple[int, str]]:
     """Return the time and the text of each note, if the job is asked every second."""
     found = []
     for clock.seconds in map(float, seconds):
-        if (note := silence.note("policy", lambda: stopped)) is not None:
+        if (note := stall.note("policy", lambda: stopped)) is not None:
             found.append((int(clock.seconds), note["text"]))
     return found
 
 
 def test_note_comes_after_two_minutes_and_then_after_twice_the_time() -> None:
     clock = Clock()
-    times = [time for time, _ in notes_of(Silence(clock), clock, range(1000))]
+    times = [time for time, _ in notes_of(StallDetector(clock), clock, range(1000))]
     assert times == [120, 240, 480, 960]
 
 
 def test_note_names_the_step_and_the_stopped_processes() -> None:
     clock = Clock()
-    silence = Silence(clock)
-    silence.on_event({"event": "step", "step": 5, "loss": 0.5})
-    [(_, text)] = notes_of(silence, clock, range(200), stopped=(4711, 4712))
+    stall = StallDetector(clock)
+    stall.on_event({"event": "step", "step": 5, "loss": 0.5})
+    [(_, text)] = notes_of(stall, clock, range(200), stopped=(4711, 4712))
     assert "policy job" in text and "120 s" in text and "step 6" in text
     assert "`kill -CONT 4711 4712`" in text
 
@@ -41,18 +43,18 @@ def test_note_names_the_step_and_the_stopped_processes() -> None:
 def test_job_with_long_steps_is_silent_for_ten_of_them() -> None:
     """Its steps take 50 s, so 499 s without one are not remarkable."""
     clock, events = Clock(), iter(range(1, 10))
-    silence = Silence(clock)
+    stall = StallDetector(clock)
     for step in range(1, 4):
         clock.seconds = 50.0 * step
         event: Event = {"event": "step", "step": next(events), "loss": 0.5}
-        silence.on_event(event)
-    assert [time for time, _ in notes_of(silence, clock, range(150, 800))] == [150 + 500]
+        stall.on_event(event)
+    assert [time for time, _ in notes_of(stall, clock, range(150, 800))] == [150 + 500]
 
 
 def test_event_ends_the_silence() -> None:
     clock = Clock()
-    silence = Silence(clock)
+    stall = StallDetector(clock)
     for second in range(0, 1000, 100):
         clock.seconds = float(second)
-        silence.on_event({"event": "phase", "phase": "training"})
-        assert silence.note("policy", tuple) is None
+        stall.on_event({"event": "phase", "phase": "training"})
+        assert stall.note("policy", tuple) is None

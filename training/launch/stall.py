@@ -12,7 +12,7 @@ from training.contract.protocol.events import Event
 _SHORTEST_SECONDS, _TIMES_LONGEST = 120.0, 10.0
 
 
-class Silence:
+class StallDetector:
     """Measures the time since the last event of a job. Each further note comes after twice the time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
