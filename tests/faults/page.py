@@ -23,7 +23,7 @@ SECTIONS = {
 }
 HEAD = """# Faults
 
-What happens when something fails. Tests make each fault with real processes (`make faults`, {minutes}) and wrote this page.
+What happens when something fails. Tests make each fault (`make faults`, {minutes}), mostly with real processes, and wrote this page.
 Codes are explained in [errors](errors.md).
 
 * **Left**: the seconds until no process of the run was left.

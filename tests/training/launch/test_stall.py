@@ -15,7 +15,7 @@ class Clock:
 
 
 def notes_of(
-    silence: StallDetector, clock: Clock, seconds: range, stopped: tuple[int, ...] = ()
+    stall: StallDetector, clock: Clock, seconds: range, stopped: tuple[int, ...] = ()
 ) -> list[tuple[int, str]]:
     """Return the time and the text of each note, if the job is asked every second."""
     found = []
