@@ -23,8 +23,8 @@ SECTIONS = {
 }
 HEAD = """# Faults
 
-What happens when something fails. Tests make each fault (`make faults`, {minutes}), mostly with real processes, and wrote this page.
-Codes are explained in [errors](errors.md).
+What happens when something fails. Tests make each fault, mostly with real processes, and wrote this page.
+`make faults` repeats them in {minutes}. Codes are explained in [errors](errors.md).
 
 * **Left**: the seconds until no process of the run was left.
 * **Bits**: after the fault, the next run gave the same artifacts as a run without it, by their fingerprints. Each has a
