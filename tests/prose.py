@@ -15,8 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("assets", "docs", "mlflow", "tests", "training", "workflows")
-# The launch on several machines is about to be replaced.
-_EXCLUDED = {f"training/launch/{name}.py" for name in ("conductor", "meeting", "node", "nodes_file", "remote_node")}
 _WORD = re.compile(r"[A-Za-z']+")
 
 
@@ -131,12 +129,7 @@ def difficulty(sentence: Sentence) -> float:
 
 def all_sentences() -> dict[str, list[Sentence]]:
     """Return the sentences of both parts: docstrings with messages, and pages."""
-    code = [
-        path
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if str(path.relative_to(ROOT)) not in _EXCLUDED
-    ]
+    code = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return {
         "docstrings and messages": [s for path in [ROOT / "pedigree.py", *code] for s in code_sentences(path)],

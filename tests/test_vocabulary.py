@@ -29,13 +29,8 @@ RETIRED = {
     "tell": "log or report",
     "told": "messages or events",
 }
-# The launch on several machines is about to be replaced.
-EXCLUDED = {f"training/launch/{name}.py" for name in ("conductor", "meeting", "node", "nodes_file", "remote_node")}
 SOURCES = [
-    path
-    for folder in ("assets", "mlflow", "training", "workflows")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if path.relative_to(ROOT).as_posix() not in EXCLUDED
+    path for folder in ("assets", "mlflow", "training", "workflows") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 

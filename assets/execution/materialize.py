@@ -218,7 +218,7 @@ def run_work(services: Services, job: Job, work: JobSpec, lock: BinaryIO, log: L
                 log_event(event)
             listener(event)
 
-        run_job(services.launcher, job, on_event, lock)
+        run_job(services.engine, job, on_event, lock)
     artifact = services.store.find(job.artifact, job.derivation.key, hashes=False)
     if artifact is None:
         raise StoreError(

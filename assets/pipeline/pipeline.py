@@ -15,7 +15,7 @@ from training.contract.identity.hash_cache import HashCache
 from training.contract.protocol.events import Event
 from training.contract.store.store import Store
 from training.contract.system.progress import Emit
-from training.launch.launcher import Launcher
+from training.launch.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Services:
 
     home: Path
     store: Store
-    launcher: Launcher
+    engine: Engine
     tracker: Tracker
     registry: Registry
     listener: Listener = ignore

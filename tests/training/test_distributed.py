@@ -20,7 +20,7 @@ from training.contract.errors import TrainingError
 from training.contract.protocol.job import Job
 from training.distributed import ALONE, check_same_devices, group
 from training.launch.launcher import run_job
-from training.launch.local import LocalLauncher
+from training.launch.local import LocalEngine
 
 PROGRAMS = Path(__file__).parent / "launch" / "programs"
 
@@ -34,7 +34,7 @@ def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     def run(ranks: int) -> list[dict[str, Any]]:
         job: Job = Workshop(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
         job = job.model_copy(update={"compute": Compute(processes_per_node=ranks, device="cpu")})
-        run_job(LocalLauncher("ranked_program"), job, lambda event: None)
+        run_job(LocalEngine("ranked_program"), job, lambda event: None)
         return [json.loads((job.folder / f"got-{rank}.json").read_text()) for rank in range(ranks)]
 
     return run

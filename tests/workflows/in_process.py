@@ -31,6 +31,7 @@ from tests.workflows.homes import write_recipe
 from training import main
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
+from training.launch.engine import JobState
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
@@ -44,14 +45,8 @@ class Ended:
     log: Path
     status: int
 
-    def poll(self) -> int | None:
-        return self.status
-
-    def news(self) -> str:
-        return ""
-
-    def is_waiting(self) -> bool:
-        return False
+    def state(self) -> JobState:
+        return JobState("ended", status=self.status)
 
     def stopped(self) -> list[int]:
         return []
@@ -59,14 +54,17 @@ class Ended:
     def cancel(self) -> None:
         """There is nothing left to end."""
 
+    def detach(self) -> None:
+        """There is nothing left to follow."""
+
 
 class InProcess:
-    """A launcher that runs a job at once, from its job.json, as `python -m training.main` does."""
+    """An engine that runs a job at once, from its job.json, as `python -m training.main` does."""
 
     def find(self, job: Job) -> None:
         return None
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
         job.log.write_text("done in the process that asked for it\n", encoding="utf-8")
         return Ended(job.log, main.main(job.path))
 
@@ -79,7 +77,7 @@ def services_in(home: Path) -> Services:
     return Services(
         home=home,
         store=Store(home / "store"),
-        launcher=InProcess(),
+        engine=InProcess(),
         tracker=Tracker(address, home / "artifacts"),
         registry=Registry(address, home / "downloads"),
     )

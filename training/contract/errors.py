@@ -13,7 +13,6 @@
     ├── UnreadableArtifact        the operating system cannot read an artifact now; it may be intact, so this is no StoreError
     ├── TrainingError             a run that must not go on: failed reference check, non-finite loss or gradient
     ├── EngineError               engine.yaml, or the engine that it names, cannot be used
-    ├── NodesError                nodes.yaml, or one of the machines it lists, cannot be used
     ├── JobFailed                 a launched process ended badly; has the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
         ├── UnknownModel          it has no model of that name; exit code 2
@@ -103,10 +102,6 @@ class TrainingError(PedigreeError):
 
 class EngineError(PedigreeError):
     code = "engine"
-
-
-class NodesError(PedigreeError):
-    code = "nodes"
 
 
 class JobFailed(PedigreeError):

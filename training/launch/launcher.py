@@ -1,16 +1,16 @@
-"""Running a job to its end with any `Launcher`.
+"""Running a job to its end with any engine.
 
-A `Launcher` starts a job and returns a `Handle`. All other information is in files of the job's folder: `run_job` follows
-`events.jsonl` during the run, and reads the cause of a failure from `error.json`, or else from the log.
+`run_job` follows `events.jsonl` in the job's folder, and reads the cause of a failure from `error.json`, or else from the log.
 """
 
 import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -18,9 +18,11 @@ from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
+from training.launch.engine import Engine, Handle, JobState
 from training.launch.stall import StallDetector
 
 _POLL_SECONDS = 0.1
+_SECONDS_BETWEEN_STARTS = 600.0
 _LOG_LINES = 20
 _LOG_BYTES = 64 * 1024
 # An entry of torchrun's final report: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
@@ -35,69 +37,73 @@ _MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 _FRAME = re.compile(r'^  File (".*", line \d+)', re.MULTILINE)
 
 
-class Handle(Protocol):
-    """A started job. `log`: the output of its processes."""
-
-    log: Path
-
-    def poll(self) -> int | None:
-        """Return the exit status (negative: the signal that ended the supervisor), or None while the job runs."""
-
-    def news(self) -> str:
-        """Return the state of the job in a queue, if it changed since the last call; else an empty text."""
-
-    def is_waiting(self) -> bool:
-        """Return whether the job waits in a queue, so that nothing can come from it."""
-
-    def stopped(self) -> Sequence[int]:
-        """Return the ids of the job's processes that a signal has stopped, as SIGSTOP does."""
-
-    def cancel(self) -> None:
-        """End the job's processes and wait for them. The job may have ended before."""
-
-
-class Launcher(Protocol):
-    """Starts jobs."""
-
-    def find(self, job: Job) -> Handle | None:
-        """Return a job of the same work that was started before and has not ended; None without one. The lock is held."""
-
-    def start(self, job: Job, lock: BinaryIO | None = None) -> Handle:
-        """Start the job of `job.path`. Its processes hold `lock` until the last one ends."""
-
-
-def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
+def run_job(
+    engine: Engine,
+    job: Job,
+    on_event: Callable[[Event], None],
+    lock: BinaryIO | None = None,
+    is_canceled: Callable[[], bool] = lambda: True,
+) -> None:
     """Run `job` to its end, and pass each event to `on_event` immediately. Follow a live job of the same work, if any.
 
-    A job that resumes from checkpoints repeats its earlier events. A note tells of a long stall. Raise JobFailed with the
-    root cause and the path of the log, and also if the job's folder is removed, as no result could be found again. On any
-    other exception, including KeyboardInterrupt, cancel the job and re-raise.
+    A job that resumes from checkpoints repeats its earlier events. Notes tell of the queue and of a long stall. Raise JobFailed
+    with the root cause and the path of the log, and also if the job's folder is removed, as no result could be found again.
+
+    On any other exception, re-raise, and detach from the job. If an interrupt such as KeyboardInterrupt ends the run, and
+    `is_canceled` returns True, cancel the job instead.
     """
-    follower, stall = Follower(job.events), StallDetector()
-    if (handle := launcher.find(job)) is None:
+    if (handle := engine.find(job)) is None:
         write_job(job)
-        handle = launcher.start(job, lock)
+        handle = engine.submit(job, lock)
     try:
-        status = None
-        while status is None:
-            status = handle.poll()  # poll first, so that the last events are read after the end
-            for event in follower.new():
-                stall.on_event(event)
-                on_event(event)
-            if news := handle.news():
-                on_event({"event": "note", "time": time.time(), "text": news})
-            if status is None:
-                if handle.is_waiting():
-                    stall = StallDetector()
-                if (note := stall.note(job.kind, handle.stopped)) is not None:
-                    on_event(note)
-                _check_exists(job)
-                time.sleep(_POLL_SECONDS)
-    finally:
-        handle.cancel()
+        status = _follow(handle, job, on_event)
+    except BaseException as error:
+        if isinstance(error, JobFailed) or (not isinstance(error, Exception) and is_canceled()):
+            handle.cancel()
+        else:
+            handle.detach()
+        raise
+    handle.cancel()
     if status != 0:
         _check_exists(job)
         raise _explain(job, handle.log, status)
+
+
+def _follow(handle: Handle, job: Job, on_event: Callable[[Event], None]) -> int:
+    """Return the job's exit status when it has ended."""
+    follower, stall, queue = Follower(job.events), StallDetector(), QueueNotes()
+    while True:
+        state = handle.state()  # first, so that the last events are read after the end
+        for event in follower.new():
+            stall.on_event(event)
+            on_event(event)
+        if (note := queue.note(state)) is not None:
+            on_event(note)
+        if state.status is not None:
+            return state.status
+        if state.phase != "running":
+            stall = StallDetector()
+        if (note := stall.note(job.kind, handle.stopped)) is not None:
+            on_event(note)
+        _check_exists(job)
+        time.sleep(_POLL_SECONDS)
+
+
+class QueueNotes:
+    """Tells of each new state of a job. An estimated start that moves is told every ten minutes at most."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._told, self._when = clock, JobState("running"), 0.0
+
+    def note(self, state: JobState) -> Event | None:
+        """Return a note to the user, with the phase of the job as `queue`; None if there is nothing new."""
+        if state.text == self._told.text:
+            return None
+        is_other_start = replace(state, start="") == replace(self._told, start="")
+        if is_other_start and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
+            return None
+        self._told, self._when = state, self._clock()
+        return {"event": "note", "time": time.time(), "text": state.text, "queue": state.phase}
 
 
 def write_job(job: Job) -> None:

@@ -20,6 +20,7 @@ import psutil
 from training.contract.errors import JobFailed
 from training.contract.protocol.job import RENDEZVOUS, Job
 from training.contract.system.cgroups import cores
+from training.launch.engine import JobState
 from training.launch.process_tree import stopped_descendants
 
 _QUIET = {
@@ -52,14 +53,9 @@ class LocalHandle:
         self._supervisor, self.log, self._rendezvous = supervisor, log, rendezvous
         self._patience = grace + _SUPERVISOR_SECONDS
 
-    def poll(self) -> int | None:
-        return self._supervisor.poll()
-
-    def news(self) -> str:
-        return ""
-
-    def is_waiting(self) -> bool:
-        return False
+    def state(self) -> JobState:
+        status = self._supervisor.poll()
+        return JobState("running" if status is None else "ended", status=status)
 
     def stopped(self) -> list[int]:
         return stopped_descendants(self._supervisor.pid)
@@ -75,17 +71,20 @@ class LocalHandle:
             self._supervisor.wait()
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
+    def detach(self) -> None:
+        self.cancel()
 
-class LocalLauncher:
-    """Starts jobs on this machine. Each process runs `module` with the path of job.json as its argument."""
+
+class LocalEngine:
+    """Runs jobs on this machine. Each process runs `module` with the path of job.json as its argument."""
 
     def __init__(self, module: str = "training.main"):
         self._module = module
 
     def find(self, job: Job) -> None:
-        """Return None: a job on this machine ends with its launcher."""
+        """Return None: a job on this machine ends with the process that started it."""
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
         module_args = ["-m", self._module, str(job.path)]
         command = [sys.executable, *module_args]
         if job.processes > 1:
@@ -93,10 +92,10 @@ class LocalLauncher:
             command = [*torchrun(job), *_rendezvous_options(job.rendezvous), *module_args]
         supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
         network = {**_LOOPBACK, RENDEZVOUS: str(job.rendezvous / "ranks")}
-        return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **network}, lock)
+        return _start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **network}, lock)
 
 
-def start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
+def _start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
     """Start a process that ends, with all its descendants, when its standard input is closed. All of them hold `lock`.
 
     The rendezvous folder is created anew: files of killed ranks would break the next rendezvous.

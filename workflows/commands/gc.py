@@ -48,7 +48,7 @@ from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.store.staging import lock_beside
 from training.contract.system.locks import holding, is_held
-from training.launch.cluster.engine import Submission
+from training.launch.engine import Submission
 from workflows.commands.gc_caches import CACHES, KeptCaches
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -214,7 +214,7 @@ class GarbageCollector:
             if job is None or Submission.read(job) is None:
                 continue
             try:
-                is_live = self._services.launcher.find(job) is not None
+                is_live = self._services.engine.find(job) is not None
             except EngineError:
                 is_live = True
             if is_live:

@@ -24,7 +24,7 @@ from training.contract.identity.fingerprint import check_text
 from training.contract.store.store import Store
 from training.contract.system.atomic_io import make_group_writable, write_durably
 from training.contract.system.locks import locked
-from training.launch.cluster.configured import ConfiguredLauncher
+from training.launch.cluster.configured import ConfiguredEngine
 
 _DAGSTER_YAML = """\
 telemetry: {enabled: false}
@@ -129,7 +129,7 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
     return Services(
         home=home,
         store=Store(home / "store"),
-        launcher=ConfiguredLauncher(home),
+        engine=ConfiguredEngine(home),
         tracker=Tracker(address, artifact_root(home)),
         registry=Registry(address, home / "mlflow" / "downloads", registry_uri(home, os.environ)),
         listener=listener,

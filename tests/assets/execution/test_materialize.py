@@ -25,8 +25,8 @@ from workflows.recipes.discovery import load_recipe
 LOG = logging.getLogger(__name__)
 
 
-class RecordingLauncher:
-    """A launcher that publishes `content(job)` unless None. Records all jobs, and those started with their key's lock held."""
+class RecordingEngine:
+    """An engine that publishes `content(job)` unless None. Records all jobs, and those started with their key's lock held."""
 
     def __init__(self, content: Callable[[Job], Any]):
         self._content = content
@@ -36,7 +36,7 @@ class RecordingLauncher:
     def find(self, job: Job) -> None:
         return None
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
         store = Store(job.store)
         if (
             lock is not None
@@ -65,29 +65,29 @@ def pipeline_on(nodes: int, folder: Path) -> Pipeline:
 
 def test_make_passes_the_held_lock_of_the_key_to_the_job(services, tmp_path):
     """So other processes wait for the job, even if its launching process has died."""
-    launcher = RecordingLauncher(lambda job: "merged")
+    engine = RecordingEngine(lambda job: "merged")
     results = [
-        make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, JobSpec("merge", {}), {}, LOG)
+        make(pipeline_on(1, tmp_path), replace(services, engine=engine), MERGED, JobSpec("merge", {}), {}, LOG)
         for _ in range(2)
     ]
     assert [result.reused for result in results] == [False, True]
-    assert launcher.locked == launcher.jobs and len(launcher.jobs) == 1
-    assert not is_held(services.store.lock_file(MERGED, launcher.jobs[0].derivation.key))
+    assert engine.locked == engine.jobs and len(engine.jobs) == 1
+    assert not is_held(services.store.lock_file(MERGED, engine.jobs[0].derivation.key))
 
 
 def test_make_with_a_job_that_publishes_nothing_raises(services, tmp_path):
-    launcher = RecordingLauncher(lambda job: None)
+    engine = RecordingEngine(lambda job: None)
     with pytest.raises(StoreError, match=r"merged_policy .*\[nothing-published\]") as raised:
-        make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, JobSpec("merge", {}), {}, LOG)
-    assert str(launcher.jobs[0].log) in str(raised.value)
+        make(pipeline_on(1, tmp_path), replace(services, engine=engine), MERGED, JobSpec("merge", {}), {}, LOG)
+    assert str(engine.jobs[0].log) in str(raised.value)
 
 
 def test_rescore_runs_one_process_on_one_node(services, tmp_path):
     """Rescoring a pair must not need a cluster, even if the recipe trains on three nodes."""
-    launcher = RecordingLauncher(lambda job: [job.settings["rows"]])
-    rescored = rescore(pipeline_on(3, tmp_path), replace(services, launcher=launcher), {}, [7])
+    engine = RecordingEngine(lambda job: [job.settings["rows"]])
+    rescored = rescore(pipeline_on(3, tmp_path), replace(services, engine=engine), {}, [7])
     assert (rescored.rows, rescored.tolerance) == ([[7]], 0.5)
-    [job] = launcher.locked
+    [job] = engine.locked
     assert (job.nodes, job.processes) == (1, 1)
 
 

@@ -18,7 +18,7 @@ from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Failure, Job, JobKind
 from training.contract.store.store import Artifact
 from training.launch.launcher import run_job
-from training.launch.local import LocalLauncher
+from training.launch.local import LocalEngine
 
 Moment = Callable[[Event], bool]
 Run = Callable[[Job], str]  # returns the error of the job, or ""
@@ -46,7 +46,7 @@ def by_fork(forker: Forker) -> Run:
 def by_launcher(job: Job) -> str:
     """Run the job like `pedigree run`. Return its error, or ""."""
     try:
-        run_job(LocalLauncher(), job, lambda event: None)
+        run_job(LocalEngine(), job, lambda event: None)
     except JobFailed as error:
         return str(error)
     return ""

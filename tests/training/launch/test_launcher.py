@@ -15,16 +15,17 @@ from training.contract.protocol.events import Event, EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.contract.system.locks import is_held
+from training.launch.engine import JobState
 from training.launch.launcher import run_job, write_job
-from training.launch.local import LocalLauncher
+from training.launch.local import LocalEngine
 
-LAUNCHER = LocalLauncher("plain_program")
+LOCAL = LocalEngine("plain_program")
 MakeJob = Callable[..., Job]
 
 
 def run(job: Job, **options) -> list[Event]:
     events: list[Event] = []
-    run_job(LAUNCHER, job, events.append, **options)
+    run_job(LOCAL, job, events.append, **options)
     return events
 
 
@@ -43,34 +44,31 @@ def test_run_job_passes_events_during_the_run(make_job: MakeJob) -> None:
         steps.append(event["step"])
         (job.folder / "answer").touch()
 
-    run_job(LAUNCHER, job, answer)
+    run_job(LOCAL, job, answer)
     assert steps == [1, 2]
 
 
 class LastMoment:
-    """A launcher and its handle. The job writes an event and ends just before `poll` returns."""
+    """An engine and its handle. The job writes an event and ends just before `state` returns."""
 
     def find(self, job: Job) -> None:
         return None
 
-    def news(self) -> str:
-        return ""
-
-    def is_waiting(self) -> bool:
-        return False
-
-    def start(self, job: Job, lock: BinaryIO | None = None) -> "LastMoment":
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> "LastMoment":
         self.events, self.log = job.events, job.log
         return self
 
-    def poll(self) -> int:
+    def state(self) -> JobState:
         EventWriter(self.events).note("done")
-        return 0
+        return JobState("ended", status=0)
 
     def stopped(self) -> list[int]:
         return []
 
     def cancel(self) -> None:
+        pass
+
+    def detach(self) -> None:
         pass
 
 
@@ -105,7 +103,7 @@ def test_run_job_failure_names_the_rank_with_an_exit_status(make_job: MakeJob) -
 def test_run_job_with_a_removed_folder_ends_the_job(make_job: MakeJob) -> None:
     job = make_job("answered")
     with pytest.raises(JobFailed, match=r"was removed while the policy job ran.*\[job-folder-removed\]"):
-        run_job(LAUNCHER, job, lambda _: shutil.rmtree(job.folder))
+        run_job(LOCAL, job, lambda _: shutil.rmtree(job.folder))
 
 
 def test_run_job_notes_a_long_silence(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +117,7 @@ def test_run_job_notes_a_long_silence(make_job: MakeJob, monkeypatch: pytest.Mon
             notes.append(event["text"])
             (job.folder / "answer").touch()
 
-    run_job(LAUNCHER, job, answer)
+    run_job(LOCAL, job, answer)
     assert notes and "has reported nothing for" in notes[0]
 
 
@@ -156,7 +154,7 @@ def test_run_job_removes_error_and_events_of_an_earlier_attempt(make_job: MakeJo
     again.events.write_text('{"event": "step", "step": 9, "loss": 1.0}\n')
     events: list[Event] = []
     with pytest.raises(JobFailed, match="exit status 3"):
-        run_job(LAUNCHER, again, events.append)
+        run_job(LOCAL, again, events.append)
     assert events == [] and again.events.read_text() == ""
 
 
@@ -214,20 +212,20 @@ def test_run_job_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, e
     with Store(job.store).lock("policy", "key") as lock:
         started = Path(lock.name)
         with pytest.raises(error):
-            run_job(LAUNCHER, job, stop, lock=lock)
+            run_job(LOCAL, job, stop, lock=lock)
     assert alive(pids) == []
     assert not is_held(started)
 
 
-def test_start_job_holds_the_lock_after_its_launcher_released_it(make_job: MakeJob) -> None:
+def test_submitted_job_holds_the_lock_after_its_submitter_released_it(make_job: MakeJob) -> None:
     job = make_job("answered")
     write_job(job)
     with Store(job.store).lock("policy", "key") as lock:
-        handle = LAUNCHER.start(job, lock)
+        handle = LOCAL.submit(job, lock)
         path = Path(lock.name)
     assert is_held(path)
     (job.folder / "answer").touch()
-    while handle.poll() is None:
+    while handle.state().status is None:
         time.sleep(0.01)
     assert not is_held(path)
 
@@ -235,7 +233,7 @@ def test_start_job_holds_the_lock_after_its_launcher_released_it(make_job: MakeJ
 def test_cancel_may_be_called_twice(make_job: MakeJob) -> None:
     job = make_job("answered")
     write_job(job)
-    handle = LAUNCHER.start(job)
+    handle = LOCAL.submit(job)
     handle.cancel()
     handle.cancel()
-    assert handle.poll() == 128 + signal.SIGTERM
+    assert handle.state().status == 128 + signal.SIGTERM

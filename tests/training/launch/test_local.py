@@ -18,9 +18,9 @@ from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.launch.launcher import run_job, write_job
-from training.launch.local import LocalLauncher, environment
+from training.launch.local import LocalEngine, environment
 
-LAUNCHER = LocalLauncher("ranked_program")
+LOCAL = LocalEngine("ranked_program")
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
 MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def pids_of(note: Event) -> list[int]:
 def run_and_fail(job: Job, on_event: Callable[[Event], None]) -> str:
     """Run the job and return the message of its failure. It comes long before gloo's timeout of 30 minutes."""
     with pytest.raises(JobFailed) as caught:
-        run_job(LAUNCHER, job, on_event)
+        run_job(LOCAL, job, on_event)
     return str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_start_without_loopback_says_how_to_turn_it_on(make_job: MakeJob) -> Non
     job = make_job("write", ranks=2)
     write_job(job)
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, str(LAUNCH), str(job.path)]
-    done = subprocess.run([*command, "ranked_program", "-"], capture_output=True, text=True)
+    done = subprocess.run([*command, "ranked_program"], capture_output=True, text=True)
     if "unshare" in done.stderr and os.environ.get("CI") != "true":
         pytest.skip("a network namespace is not permitted here")
     assert "`ip link set lo up`" in done.stderr and "[loopback-down]" in done.stderr
@@ -103,7 +103,7 @@ def test_environment_divides_the_cores_among_the_processes() -> None:
 
 def test_run_job_of_two_ranks_publishes_one_artifact(make_job: MakeJob) -> None:
     job = make_job("write", ranks=2)
-    run_job(LAUNCHER, job, lambda event: None)
+    run_job(LOCAL, job, lambda event: None)
     artifact = Store(job.store).find("policy", job.derivation.key)
     assert artifact is not None
     assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
@@ -121,7 +121,7 @@ def test_run_job_unexpected_error_has_its_line_and_the_log_its_traceback(make_jo
     """One rank runs without torchrun."""
     job = make_job("break")
     with pytest.raises(JobFailed) as caught:
-        run_job(LAUNCHER, job, lambda event: None)
+        run_job(LOCAL, job, lambda event: None)
     cause, _, location = str(caught.value).partition(', in "')
     assert cause == "IndexError: row 12 of 10"
     assert re.match(r'.*ranked_program\.py", line \d+; ', location) and str(job.log) in location
@@ -175,7 +175,7 @@ def test_run_job_the_end_of_the_launcher_ends_every_process(make_job: MakeJob, n
     job = make_job("train_for_ever", ranks=2)
     write_job(job)
     launcher = subprocess.Popen(
-        [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"],
+        [sys.executable, str(LAUNCH), str(job.path), "ranked_program"],
         start_new_session=True,
         preexec_fn=restore_signals,
     )

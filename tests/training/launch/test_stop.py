@@ -10,7 +10,7 @@ from training.contract.config.recipe import Training
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
 from training.launch.launcher import write_job
-from training.launch.local import LocalLauncher
+from training.launch.local import LocalEngine
 
 pytestmark = pytest.mark.slow
 SETTINGS = Training.model_validate({"batch_size": 8, "max_steps": 4000}).model_dump(mode="json")
@@ -27,7 +27,7 @@ def test_cancel_of_training_saves_a_checkpoint(tiny_world: Any, monkeypatch: pyt
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     job = tiny_world.job("policy", SETTINGS, processes_per_node=2, checkpoint_every=4000)
     write_job(job)
-    handle = LocalLauncher().start(job)
+    handle = LocalEngine().submit(job)
     wait_for_step(job)
     handle.cancel()
     failure = json.loads(job.error.read_text())

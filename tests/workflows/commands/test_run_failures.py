@@ -210,13 +210,13 @@ def test_resumed_job_does_not_print_events_of_earlier_attempts(folder, services,
     events: list[dict[str, Any]] = []
 
     class Behind(InProcess):
-        def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+        def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
             with monkeypatch.context() as there:
                 now = time.time
                 there.setattr(time, "time", lambda: now() - 60)
-                return super().start(job, lock)
+                return super().submit(job, lock)
 
-    assert run(folder, replace(services, launcher=Behind(), listener=events.append), "policy", 0.3).succeeded
+    assert run(folder, replace(services, engine=Behind(), listener=events.append), "policy", 0.3).succeeded
     [policy] = services.home.glob("store/policy/*")
     assert "of an earlier attempt" in (policy / "events.jsonl").read_text()
     assert {event["event"] for event in events} >= {"phase", "step"} and all(event["time"] > 1.0 for event in events)

@@ -169,19 +169,19 @@ def test_compared_recipes_need_different_names(home, folder):
 
 
 class _CtrlC:
-    """A launcher that raises Ctrl-C's interrupt instead of starting a job."""
+    """An engine that raises Ctrl-C's interrupt instead of starting a job."""
 
     def find(self, *_: object) -> None:
         return None
 
-    def start(self, *_: object) -> None:
+    def submit(self, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
 
 
 def test_ctrl_c_stops_all_recipes(home, tmp_path, monkeypatch, demo_maker):
     def interrupted(path: Path, *_: object) -> Services:
-        return replace(services_in(path), launcher=_CtrlC())
+        return replace(services_in(path), engine=_CtrlC())
 
     folder = write_recipe(tmp_path / "sweep", SWEEP)
     write_inputs(folder, demo_maker)

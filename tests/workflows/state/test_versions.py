@@ -290,7 +290,7 @@ def test_policy_does_not_start_from_a_corrupt_champion(baseline: Baseline):
 
 @dataclass(frozen=True)
 class Promoting:
-    """A launcher. Before its first job of `artifact` it points the alias `champion` of plain at `version`."""
+    """An engine. Before its first job of `artifact` it points the alias `champion` of plain at `version`."""
 
     registry: Registry
     artifact: str
@@ -299,11 +299,11 @@ class Promoting:
     def find(self, job: Job) -> None:
         return None
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
         if job.artifact == self.artifact:
             client = MlflowClient(self.registry.tracking_uri)
             client.set_registered_model_alias("plain", "champion", str(self.version))
-        return InProcess().start(job, lock)
+        return InProcess().submit(job, lock)
 
 
 def test_run_keeps_the_champion_of_its_beginning(baseline: Baseline):
@@ -317,7 +317,7 @@ def test_run_keeps_the_champion_of_its_beginning(baseline: Baseline):
         "automation": {"on_change": False},
     }
     write_recipe(baseline.folders["plain"], {**RECIPE, **going_on})
-    services = replace(baseline.services, launcher=Promoting(baseline.services.registry, "reference_logprobs", 2))
+    services = replace(baseline.services, engine=Promoting(baseline.services.registry, "reference_logprobs", 2))
     report = materialize(load_recipe(baseline.folders["plain"]), services, baseline.instance)
     assert report.succeeded, report.assets
     made = {asset.asset: str(asset.fingerprint) for asset in report.assets}

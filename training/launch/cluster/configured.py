@@ -1,18 +1,20 @@
-"""The launcher of a home: jobs with a model run by the engine of `engine.yaml`, all others on this machine."""
+"""The engine of a home: jobs with a model run by the engine of `engine.yaml`, all others on this machine."""
 
+import importlib
 from pathlib import Path
 from typing import BinaryIO
 
+from training.contract.errors import EngineError
 from training.contract.protocol.job import Job
-from training.launch.cluster.engine_file import ENGINE_FILE, LocalEngine, read_engine
-from training.launch.cluster.slurm import SlurmLauncher
-from training.launch.conductor import NodesLauncher
-from training.launch.launcher import Handle, Launcher
-from training.launch.local import LocalLauncher
-from training.launch.nodes_file import NODES_FILE
+from training.launch.cluster.engine_file import ENGINE_FILE, LocalSettings, RayProfile, RaySettings, read_engine
+from training.launch.cluster.slurm import SlurmEngine
+from training.launch.engine import Engine, Handle
+from training.launch.local import LocalEngine
+
+_FORMER_FILE = "nodes.yaml"
 
 
-class ConfiguredLauncher:
+class ConfiguredEngine:
     """Reads `engine.yaml` for each job, so that a change of it needs no restart. Raises EngineError if it is invalid."""
 
     def __init__(self, home: Path) -> None:
@@ -21,14 +23,39 @@ class ConfiguredLauncher:
     def find(self, job: Job) -> Handle | None:
         return self._engine_for(job).find(job)
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> Handle:
-        return self._engine_for(job).start(job, lock)
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> Handle:
+        return self._engine_for(job).submit(job, lock)
 
-    def _engine_for(self, job: Job) -> Launcher:
+    def _engine_for(self, job: Job) -> Engine:
         if not job.distributed:
-            return LocalLauncher()
+            return LocalEngine()
         path = self._home / ENGINE_FILE
-        engine = read_engine(path)
-        if isinstance(engine, LocalEngine):
-            return NodesLauncher(self._home / NODES_FILE)
-        return SlurmLauncher(engine, engine.profile(job.compute.queue, path))
+        settings = read_engine(path)
+        if isinstance(settings, RaySettings):
+            return _ray_engine(settings, settings.profile(job.compute.queue, path))
+        if not isinstance(settings, LocalSettings):
+            return SlurmEngine(settings, settings.profile(job.compute.queue, path))
+        if job.nodes > 1:
+            raise EngineError(self._no_nodes(job.nodes), "no-engine")
+        return LocalEngine()
+
+    def _no_nodes(self, count: int) -> str:
+        former = self._home / _FORMER_FILE
+        read = f"; {former} is not read any more" if former.exists() else ""
+        return (
+            f"`compute.nodes: {count}` needs Slurm or Ray, which {self._home / ENGINE_FILE} has to name{read}. On machines "
+            "without a scheduler, type `ray start --head` on one and `ray start --address=...` on the others, then write\n"
+            "    engine: ray\n    address: http://HEAD:8265"
+        )
+
+
+def _ray_engine(settings: RaySettings, profile: RayProfile) -> Engine:
+    """Import Ray only if it is used: this takes a second."""
+    try:
+        module = importlib.import_module("training.launch.cluster.ray_engine")
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"engine.yaml names Ray, but `{error.name}` is not installed: `pip install 'pedigree[ray]'`", "no-ray"
+        ) from error
+    engine: Engine = module.RayEngine(settings, profile)
+    return engine

@@ -8,18 +8,25 @@
         setup: module load cuda
       big: {sbatch: {partition: gpu-big, time: 24:00:00}}
 
-`sbatch` and `srun` take any long option; `true` makes it a switch. A profile adds to `default`. Without the file, jobs run on
-this machine.
+`sbatch` and `srun` take any long option; `true` makes it a switch. A profile adds to `default`.
+
+    engine: ray
+    address: http://head:8265
+    profiles: {default: {resources: {GPU: 8}}}
+
+`concurrent: 4` lets four jobs of this home wait or run at once. Without the file, jobs run on this machine.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, ValidationError
 
 from training.contract.config.fields import Count, StrictModel
 from training.contract.errors import EngineError
+from training.contract.protocol.job import Job
 
 ENGINE_FILE = "engine.yaml"
 DEFAULT = "default"
@@ -52,45 +59,93 @@ class SlurmProfile(StrictModel):
     setup: str = ""
 
 
-class SlurmEngine(StrictModel):
+class RayProfile(StrictModel):
+    """What a job reserves on each node, and variables of its processes, such as NCCL_DEBUG.
+
+    `resources`: by Ray's names, such as GPU; by default as many cores as processes, or GPUs too if the recipe asks for `cuda`.
+    """
+
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+
+    def resources_for(self, job: Job) -> dict[str, float]:
+        if self.resources:
+            return self.resources
+        names = ("CPU", "GPU") if job.compute.device == "cuda" else ("CPU",)
+        return dict.fromkeys(names, float(job.processes))
+
+    def threads_of(self, job: Job) -> int | None:
+        """Return the threads of a process: those of `env`, or a share of the reserved cores; None for a share of all cores."""
+        if (wanted := self.env.get("OMP_NUM_THREADS")) is not None:
+            return int(wanted)
+        return max(1, int(self.resources["CPU"]) // job.processes) if "CPU" in self.resources else None
+
+
+class LocalSettings(StrictModel):
+    """Jobs on this machine. `concurrent`: how many jobs of this home may use GPUs at once."""
+
+    engine: Literal["local"]
+    concurrent: Count = 1
+
+
+class SlurmSettings(StrictModel):
     """Jobs in the queue of Slurm. `python`: the interpreter on the nodes, if it is elsewhere there.
 
-    `before_time_limit`: seconds before the limit in which a job saves a checkpoint and queues itself again.
+    `before_time_limit`: seconds before the limit in which a job saves a checkpoint and queues itself again. `concurrent`: how
+    many jobs of this home may wait or run at once.
     """
 
     engine: Literal["slurm"]
+    concurrent: Count = 1
     profiles: dict[str, SlurmProfile] = Field(default_factory=dict)
     python: str | None = None
     before_time_limit: Count = 120
 
     def profile(self, name: str | None, path: Path) -> SlurmProfile:
         """Return a profile over `default`. Raises EngineError for an unknown name."""
-        default = self.profiles.get(DEFAULT, SlurmProfile())
-        if name is None or name == DEFAULT:
-            return default
-        if name not in self.profiles:
-            known = ", ".join(sorted({DEFAULT, *self.profiles}))
-            raise EngineError(
-                f"`compute.queue: {name}`, but {path} has the profiles {known}; add it there, or name one of these",
-                "unknown-profile",
-            )
-        own = self.profiles[name]
+        default, own = _find(self.profiles, SlurmProfile(), name, path)
         return SlurmProfile(
             sbatch={**default.sbatch, **own.sbatch}, srun={**default.srun, **own.srun}, setup=own.setup or default.setup
         )
 
 
-class LocalEngine(StrictModel):
-    """Jobs on this machine."""
+class RaySettings(StrictModel):
+    """Jobs in a cluster of Ray. `address`: of its dashboard, such as http://head:8265. `python`: as with Slurm."""
 
-    engine: Literal["local"]
+    engine: Literal["ray"]
+    address: str
+    concurrent: Count = 1
+    profiles: dict[str, RayProfile] = Field(default_factory=dict)
+    python: str | None = None
+
+    def profile(self, name: str | None, path: Path) -> RayProfile:
+        """Return a profile over `default`. Raises EngineError for an unknown name."""
+        default, own = _find(self.profiles, RayProfile(), name, path)
+        return RayProfile(resources={**default.resources, **own.resources}, env={**default.env, **own.env})
 
 
-Engine = SlurmEngine | LocalEngine
-_FILE: TypeAdapter[Engine] = TypeAdapter(Annotated[Engine, Field(discriminator="engine")])
+Profile = TypeVar("Profile")
 
 
-def read_engine(path: Path) -> Engine:
+def _find(profiles: Mapping[str, Profile], empty: Profile, name: str | None, path: Path) -> tuple[Profile, Profile]:
+    """Return the profile `default` and the one with this name. Raises EngineError for an unknown name."""
+    default = profiles.get(DEFAULT, empty)
+    if name is None or name == DEFAULT:
+        return default, default
+    if name not in profiles:
+        known = ", ".join(sorted({DEFAULT, *profiles}))
+        raise EngineError(
+            f"`compute.queue: {name}`, but {path} has the profiles {known}; add it there, or name one of these",
+            "unknown-profile",
+        )
+    return default, profiles[name]
+
+
+Settings = LocalSettings | SlurmSettings | RaySettings
+_FILE: TypeAdapter[Settings] = TypeAdapter(Annotated[Settings, Field(discriminator="engine")])
+
+
+def read_engine(path: Path) -> Settings:
     """Return the content of the file; the local engine without a file. Raises EngineError with each wrong field.
 
     All values are read as text: YAML would read the time 4:00:00 as the number 14,400.
@@ -98,7 +153,7 @@ def read_engine(path: Path) -> Engine:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except FileNotFoundError:
-        return LocalEngine(engine="local")
+        return LocalSettings(engine="local")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise EngineError(f"{path} cannot be read: {error}; correct it", "engine-file") from error
     try:
@@ -109,5 +164,5 @@ def read_engine(path: Path) -> Engine:
 
 
 def _fault(place: tuple[int | str, ...], value: Any, message: str) -> str:
-    parts = [str(part) for part in place if part not in ("slurm", "local", "[key]")]
+    parts = [str(part) for part in place if part not in ("slurm", "ray", "local", "[key]")]
     return f"`{'.'.join(parts)}`: {value!r}: {message}" if parts else f"{value!r}: {message}"

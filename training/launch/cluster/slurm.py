@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from training.contract.errors import EngineError
+from training.contract.errors import EngineError, without_code
 from training.contract.protocol.job import Failure, Job
-from training.launch.cluster.engine import JobState, Submission, digest_of, name_of, work_of
-from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
+from training.launch.cluster.task import write_software
+from training.launch.engine import JobState, Submission, digest_of, has_other_work, name_of
 
 _COMMAND_SECONDS = 60.0
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -70,64 +71,64 @@ class SlurmHandle:
 
     def __init__(self, job: Job, id: str, seconds: float = 10.0) -> None:
         self.log, self._job, self.id, self._seconds = job.log, job, id, seconds
-        self._state = JobState("unknown", f"job {id} was submitted to Slurm")
-        self._reported, self._asked = "", -math.inf
+        self._state, self._asked = JobState("unknown"), -math.inf
 
-    def poll(self) -> int | None:
+    def state(self) -> JobState:
         wait = _BETWEEN_LOOKS if exit_status(self._job).exists() else self._seconds
         if time.monotonic() - self._asked > wait:
             self._state, self._asked = state_of(self._job, self.id), time.monotonic()
-        return self._state.status if self._state.phase == "ended" else None
-
-    def news(self) -> str:
-        text = self._state.detail + (
-            f"; it cannot start without help: {self._state.remedy}" if self._state.remedy else ""
-        )
-        if text == self._reported:
-            return ""
-        self._reported = text
-        return text
-
-    def is_waiting(self) -> bool:
-        return self._state.phase in ("queued", "unknown")
+        return self._state
 
     def stopped(self) -> list[int]:
         return []
 
     def cancel(self) -> None:
-        """Cancel the job and wait until nothing of it is left."""
+        """Cancel the job and wait until nothing of it is left. Raises EngineError if Slurm does not answer for long."""
+        deadline = time.monotonic() + _COMMAND_SECONDS
         while state_of(self._job, self.id).phase != "ended":
-            cancel(self.id)
+            try:
+                cancel(self.id)
+            except ControllerAway as error:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"job {self.id} could not be canceled, so it goes on: {without_code(str(error))}. `scancel {self.id}` "
+                        "cancels it, or the same command follows it",
+                        "not-canceled",
+                    ) from error
             time.sleep(_BETWEEN_LOOKS)
 
+    def detach(self) -> None:
+        """Leave the job in the queue."""
 
-class SlurmLauncher:
-    """Jobs in the queue of Slurm. They outlive their launcher: the next one of the same work follows them."""
 
-    def __init__(self, engine: SlurmEngine, profile: SlurmProfile, module: str = "training.main") -> None:
+class SlurmEngine:
+    """Jobs in the queue of Slurm. They outlive the process that submitted them: the next run of the same work follows them."""
+
+    def __init__(self, engine: SlurmSettings, profile: SlurmProfile, module: str = "training.main") -> None:
         self._engine, self._profile, self._module = engine, profile, module
 
     def find(self, job: Job) -> SlurmHandle | None:
         """Return the live job of the same work. One with other settings, such as the number of nodes, is canceled first."""
         if (id := find(job)) is None:
             return None
-        handle, record = SlurmHandle(job, id), Submission.read(job)
-        if record is None or record.work_sha256 == work_of(job):
-            return handle
-        handle.cancel()
-        return None
+        handle = SlurmHandle(job, id)
+        if has_other_work(job):
+            handle.cancel()
+            return None
+        return handle
 
-    def start(self, job: Job, lock: BinaryIO | None = None) -> SlurmHandle:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> SlurmHandle:
         Submission.of("slurm", "", job).write(job)
         id = submit(job, self._engine, self._profile, self._module)
         Submission.of("slurm", id, job).write(job)
         return SlurmHandle(job, id)
 
 
-def submit(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str = "training.main") -> str:
+def submit(job: Job, engine: SlurmSettings, profile: SlurmProfile, module: str = "training.main") -> str:
     """Submit the job and return its id. Raises EngineError with sbatch's reason, such as a missing account."""
     for left in (job.log, exit_status(job)):
         left.unlink(missing_ok=True)
+    write_software(job)
     script = job.folder / "batch.sh"
     script.write_text(batch_script(job, engine, profile, module), encoding="utf-8")
     options = [
@@ -174,7 +175,7 @@ def cancel(id: str) -> None:
     _ask("scancel", id)
 
 
-def batch_script(job: Job, engine: SlurmEngine, profile: SlurmProfile, module: str) -> str:
+def batch_script(job: Job, engine: SlurmSettings, profile: SlurmProfile, module: str) -> str:
     """Return the script of the first node. It writes the exit status to `exit-status` when the job has ended."""
     python = engine.python or sys.executable
     task = [python, "-P", "-m", "training.launch.cluster.task", str(job.path), digest_of(job), module]
@@ -208,11 +209,9 @@ def exit_status(job: Job) -> Path:
 
 
 def _waiting(id: str, reason: str, start: str) -> JobState:
-    detail = f"job {id} waits in Slurm's queue: {reason}"
-    if start not in ("Unknown", "N/A"):
-        detail += f", to start about {start.replace('T', ' ')}"
+    known = "" if start in ("Unknown", "N/A") else start.replace("T", " ")
     remedy = next((text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, reason)), "")
-    return JobState("queued", detail, remedy.format(id=id))
+    return JobState("queued", f"job {id} waits in Slurm's queue: {reason}", known, remedy.format(id=id))
 
 
 def _forgotten(job: Job, id: str) -> JobState:

@@ -5,43 +5,70 @@ environment has the number of this node and the address of the first one.
 """
 
 import hashlib
+import json
 import os
 import platform
-import socket
 import sys
 from pathlib import Path
 
 from training.contract.errors import EngineError, PedigreeError
+from training.contract.identity.fingerprint import short
+from training.contract.identity.software import library_versions, source_digest
 from training.contract.protocol.job import Failure, Job
+from training.launch.cluster.network import interface_of, own_address
 from training.launch.local import environment, torchrun
-from training.launch.meeting import interface_of
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _SHARE = "every machine must have the folder of PEDIGREE_HOME, and the models, at the same path"
 
 
+def write_software(job: Job) -> None:
+    """Write the software of this machine into the job's folder, for the check on the nodes."""
+    software_of(job.path).write_text(json.dumps(software()), encoding="utf-8")
+
+
+def software_of(path: Path) -> Path:
+    return path.with_name("software.json")
+
+
+def software() -> dict[str, str]:
+    """Return what must be equal on all machines of a job: Python, libraries, and the source of this package."""
+    return {**library_versions(), "the source of Pedigree": short(source_digest())}
+
+
 def check_job(path: Path, sha256: str) -> Job:
-    """Return the job. Raises EngineError if this machine sees other files than the one that submitted it."""
+    """Return the job. Raises EngineError if this machine has other files, or other software, than the one that submitted it."""
+    node = platform.node()
     try:
-        content = path.read_bytes()
+        content, submitted = path.read_bytes(), json.loads(software_of(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise EngineError(f"{platform.node()} cannot read {path}: {error.strerror}; {_SHARE}", "not-shared") from error
+        raise EngineError(f"{node} cannot read {error.filename}: {error.strerror}; {_SHARE}", "not-shared") from error
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise EngineError(f"{path} on {platform.node()} is not the submitted one; {_SHARE}", "not-shared")
+        raise EngineError(f"{path} on {node} is not the submitted one; {_SHARE}", "not-shared")
+    here = software()
+    if others := [
+        f"{name} {here.get(name, 'none')}, not {version}"
+        for name, version in submitted.items()
+        if here.get(name) != version
+    ]:
+        raise EngineError(
+            f"the software of {node} ({sys.executable}) differs from that of the machine that submitted the job: "
+            f"{'; '.join(others)}. Use one environment on all of them, or name it in `python` of engine.yaml",
+            "other-software",
+        )
     job = Job.model_validate_json(content)
     for name, given in job.inputs.items():
         if not given.folder.exists():
-            raise EngineError(f"{platform.node()} has no {given.folder}, which holds {name}; {_SHARE}", "not-shared")
+            raise EngineError(f"{node} has no {given.folder}, which holds {name}; {_SHARE}", "not-shared")
     return job
 
 
-def command_of(job: Job, module: str, node: int, first: str, number: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command of this node, and its environment. `number`: of the job in the queue, for a free port."""
+def command_of(job: Job, module: str, node: int, first: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command of this node, and its environment. The ranks meet at `port` of the address `first`."""
     program = ["-m", module, str(job.path)]
     if job.nodes == 1 and job.processes == 1:
-        return [sys.executable, *program], {}
-    port = _FIRST_PORT + number % _PORTS
-    own = _own_address(first, port)
+        return [sys.executable, *program], environment(os.environ, 1)
+    own = own_address(first)
     interface = interface_of(own)
     options = [
         *("--nnodes", str(job.nodes), "--node-rank", str(node), "--local-addr", own, "--rdzv-backend", "static"),
@@ -49,31 +76,27 @@ def command_of(job: Job, module: str, node: int, first: str, number: int) -> tup
     ]
     # The sign makes NCCL take this interface alone, not another one whose name begins so.
     sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return [*torchrun(job), *options, *program], sockets
+    return [*torchrun(job), *options, *program], {**sockets, **environment(os.environ, job.processes)}
 
 
-def _own_address(first: str, port: int) -> str:
-    """Return the address of this machine on the network of `first`. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, port))
-        return str(probe.getsockname()[0])
+def report(error: Exception, path: Path) -> None:
+    """Write the reason for which this machine cannot run the job to the log and to error.json."""
+    sys.stderr.write(f"{error}\n")
+    failure = Failure(type=type(error).__name__, message=str(error), rank=None, traceback="")
+    failure.write_first(path.with_name("error.json"))
 
 
 def main(path: Path, sha256: str, module: str) -> int:
-    """Replace this process by that of the job. Return 1, with the reason in error.json, if this machine cannot run it."""
+    """Replace this process by that of the job. Return 1 if this machine cannot run it."""
     try:
         job = check_job(path, sha256)
-        first = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
-        command, sockets = command_of(
-            job, module, int(os.environ["SLURM_NODEID"]), first, int(os.environ["SLURM_JOB_ID"])
-        )
+        port = _FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % _PORTS
+        node, first = int(os.environ["SLURM_NODEID"]), os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+        command, variables = command_of(job, module, node, first, port)
     except (PedigreeError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        Failure(type=type(error).__name__, message=str(error), rank=None, traceback="").write_first(
-            path.with_name("error.json")
-        )
+        report(error, path)
         return 1
-    os.execvpe(command[0], command, {**sockets, **environment(os.environ, job.processes)})
+    os.execvpe(command[0], command, variables)
     return 1
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from training.contract.errors import EngineError
-from training.launch.cluster.engine_file import LocalEngine, SlurmEngine, read_engine
+from training.launch.cluster.engine_file import LocalSettings, SlurmSettings, read_engine
 
 TWO = """
 engine: slurm
@@ -24,15 +24,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "engine.yaml"
 
 
-def slurm(file: Path, content: str) -> SlurmEngine:
+def slurm(file: Path, content: str) -> SlurmSettings:
     file.write_text(content)
     engine = read_engine(file)
-    assert isinstance(engine, SlurmEngine)
+    assert isinstance(engine, SlurmSettings)
     return engine
 
 
 def test_read_engine_without_a_file_is_local(file: Path) -> None:
-    assert read_engine(file) == LocalEngine(engine="local")
+    assert read_engine(file) == LocalSettings(engine="local")
 
 
 def test_profile_keeps_values_as_they_are_written(file: Path) -> None:

@@ -15,22 +15,22 @@ from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.launch.cluster import slurm
-from training.launch.cluster.engine import JobState, Submission, name_of
-from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
+from training.launch.engine import JobState, Submission, name_of
 from training.launch.launcher import run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 MakeJob = Callable[..., Job]
-ENGINE = SlurmEngine(engine="slurm")
+ENGINE = SlurmSettings(engine="slurm")
 SECONDS = 90.0
 FOLLOW = """
 import sys
 from training.contract.protocol.job import Job
-from training.launch.cluster.engine_file import SlurmEngine, SlurmProfile
+from training.launch.cluster.engine_file import SlurmSettings, SlurmProfile
 from training.launch.launcher import run_job
-from training.launch.cluster.slurm import SlurmLauncher
+from training.launch.cluster.slurm import SlurmEngine
 job = Job.model_validate_json(sys.argv[1])
-run_job(SlurmLauncher(SlurmEngine(engine="slurm"), SlurmProfile(), "ranked_program"), job, lambda event: None)
+run_job(SlurmEngine(SlurmSettings(engine="slurm"), SlurmProfile(), "ranked_program"), job, lambda event: None)
 """
 
 
@@ -212,7 +212,7 @@ def test_run_job_follows_the_job_of_a_killed_launcher(make_job: MakeJob) -> None
         texts.append(event.get("text", ""))
         (job.folder / "go").touch()
 
-    run_job(slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program"), job, on_event)
+    run_job(slurm.SlurmEngine(ENGINE, SlurmProfile(), "ranked_program"), job, on_event)
     assert Store(job.store).find("policy", job.derivation.key) is not None
     [submitted] = {text.split()[1] for text in texts if text.startswith("job ")}
     record = Submission.read(job)
@@ -223,13 +223,13 @@ def test_run_job_follows_the_job_of_a_killed_launcher(make_job: MakeJob) -> None
 @pytest.mark.system
 def test_run_job_with_other_settings_replaces_the_live_job(make_job: MakeJob) -> None:
     job = make_job("train_for_ever")
-    launcher = slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program")
+    engine = slurm.SlurmEngine(ENGINE, SlurmProfile(), "ranked_program")
     write_job(job)
-    handle = launcher.start(job)
-    wait(lambda: handle.poll() is None and slurm.state_of(job, handle.id).phase == "running")
+    handle = engine.submit(job)
+    wait(lambda: handle.state() and slurm.state_of(job, handle.id).phase == "running")
     other = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 7})})
-    assert launcher.find(job) is not None
-    assert launcher.find(other) is None
+    assert engine.find(job) is not None
+    assert engine.find(other) is None
     assert slurm.state_of(job, handle.id).phase == "ended"
 
 
@@ -242,5 +242,5 @@ def test_run_job_that_is_interrupted_cancels_its_job(make_job: MakeJob) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_job(slurm.SlurmLauncher(ENGINE, SlurmProfile(), "ranked_program"), job, interrupt)
+        run_job(slurm.SlurmEngine(ENGINE, SlurmProfile(), "ranked_program"), job, interrupt)
     assert slurm.find(job) is None
