@@ -84,12 +84,12 @@ def test_environment_puts_compiled_code_in_a_folder_of_the_user(tmp_path: Path) 
 
 
 @pytest.mark.system
-def test_start_without_loopback_says_how_to_turn_it_on(make_job: MakeJob) -> None:
+def test_start_without_loopback_says_how_to_turn_it_on(make_job: MakeJob, tmp_path: Path) -> None:
     """In a new network namespace, `lo` is down. Gloo would name an address family."""
     job = make_job("write", ranks=2)
     write_job(job)
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, str(LAUNCH), str(job.path)]
-    done = subprocess.run([*command, "ranked_program"], capture_output=True, text=True)
+    done = subprocess.run([*command, "ranked_program", str(tmp_path)], capture_output=True, text=True)
     if "unshare" in done.stderr and os.environ.get("CI") != "true":
         pytest.skip("a network namespace is not permitted here")
     assert "`ip link set lo up`" in done.stderr and "[loopback-down]" in done.stderr
@@ -170,12 +170,14 @@ def restore_signals() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_run_job_the_end_of_the_launcher_ends_every_process(make_job: MakeJob, number: signal.Signals) -> None:
+def test_run_job_the_end_of_the_launcher_ends_every_process(
+    make_job: MakeJob, tmp_path: Path, number: signal.Signals
+) -> None:
     """SIGINT goes to the process group, as Ctrl-C does. When the lock is free, no rank runs."""
     job = make_job("train_for_ever", ranks=2)
     write_job(job)
     launcher = subprocess.Popen(
-        [sys.executable, str(LAUNCH), str(job.path), "ranked_program"],
+        [sys.executable, str(LAUNCH), str(job.path), "ranked_program", str(tmp_path)],
         start_new_session=True,
         preexec_fn=restore_signals,
     )

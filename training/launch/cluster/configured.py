@@ -17,8 +17,8 @@ _FORMER_FILE = "nodes.yaml"
 class ConfiguredEngine:
     """Reads `engine.yaml` for each job, so that a change of it needs no restart. Raises EngineError if it is invalid."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, module: str = "training.main") -> None:
+        self._home, self._module = home, module
 
     def find(self, job: Job) -> Handle | None:
         return self._engine_for(job).find(job)
@@ -28,16 +28,16 @@ class ConfiguredEngine:
 
     def _engine_for(self, job: Job) -> Engine:
         if not job.distributed:
-            return LocalEngine()
+            return LocalEngine(self._module)
         path = self._home / ENGINE_FILE
         settings = read_engine(path)
         if isinstance(settings, RaySettings):
-            return _ray_engine(settings, settings.profile(job.compute.queue, path))
+            return _ray_engine(settings, settings.profile(job.compute.queue, path), self._module)
         if not isinstance(settings, LocalSettings):
-            return SlurmEngine(settings, settings.profile(job.compute.queue, path))
+            return SlurmEngine(settings, settings.profile(job.compute.queue, path), self._module)
         if job.nodes > 1:
             raise EngineError(self._no_nodes(job.nodes), "no-engine")
-        return LocalEngine()
+        return LocalEngine(self._module)
 
     def _no_nodes(self, count: int) -> str:
         former = self._home / _FORMER_FILE
@@ -49,13 +49,13 @@ class ConfiguredEngine:
         )
 
 
-def _ray_engine(settings: RaySettings, profile: RayProfile) -> Engine:
+def _ray_engine(settings: RaySettings, profile: RayProfile, module: str) -> Engine:
     """Import Ray only if it is used: this takes a second."""
     try:
-        module = importlib.import_module("training.launch.cluster.ray_engine")
+        imported = importlib.import_module("training.launch.cluster.ray_engine")
     except ModuleNotFoundError as error:
         raise EngineError(
             f"engine.yaml names Ray, but `{error.name}` is not installed: `pip install 'pedigree[ray]'`", "no-ray"
         ) from error
-    engine: Engine = module.RayEngine(settings, profile)
+    engine: Engine = imported.RayEngine(settings, profile, module)
     return engine
