@@ -4,19 +4,25 @@ Dagster interrupts a body with an exception, and records its stack trace twice, 
 because the exception comes from outside.
 """
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import dagster as dg
 
 from assets.execution.asset_context import AssetContext
 from assets.pipeline.pipeline import Pipeline
 from training.contract.protocol.job import Job, checkpoints_of, committed_steps
+from training.launch.engine import Submission
 
 INTERRUPTS = (dg.DagsterExecutionInterruptedError, KeyboardInterrupt)
 _KEPT = "interrupted; what was finished is kept, and {} goes on from there"
 INTERRUPTED = _KEPT.format("the same command")
+_QUEUED = "interrupted; its job goes on in the queue, and `pedigree run {}` follows it"
+_TERMINATED = threading.Event()
 _BY_COMMAND = "Ctrl-C in `pedigree run`"
 
 
@@ -42,10 +48,12 @@ def with_stack_traces() -> Iterator[None]:
 
 @contextmanager
 def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
-    """Make an interruption of `job` name the latest saved checkpoint, if any."""
+    """Make an interruption of `job` name the latest saved checkpoint, if any, or say that the job goes on."""
     try:
         yield
     except INTERRUPTS as interruption:
+        if Submission.read(job) is not None:
+            raise type(interruption)(_QUEUED.format(pipeline.argument)) from None
         if steps := committed_steps(checkpoints_of(job.checkpoints, job.derivation)):
             raise type(interruption)(
                 f"interrupted; the checkpoint of step {steps[-1]:,} is saved in {job.folder}, and "
@@ -66,6 +74,33 @@ def explain_interruption(context: AssetContext) -> Iterator[None]:
         if context.services.is_command:
             cancel(context.dagster.instance, context.dagster.run.run_id)
         raise type(interruption)(message) from None
+
+
+def is_canceled(context: AssetContext) -> bool:
+    """Return whether the user ends the run: by Ctrl-C in its command, or on Dagster's page. Else its process has to end."""
+    if context.services.is_command:
+        return not _TERMINATED.is_set()
+    run = context.dagster.instance.get_run_by_id(context.dagster.run_id)
+    return run is not None and run.status in (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
+
+
+@contextmanager
+def noting_sigterm() -> Iterator[None]:
+    """Note SIGTERM in the block, before it interrupts. Dagster handles it in the same way as Ctrl-C."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        _TERMINATED.set()
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def cancel(instance: dg.DagsterInstance, run_id: str) -> None:

@@ -7,6 +7,7 @@ the lookup until the artifact is published, and by the job's processes as long a
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ import dagster as dg
 
 from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes, resolved_changes
-from assets.execution.interruption import naming_checkpoint
+from assets.execution.interruption import is_canceled, naming_checkpoint, noting_sigterm
 from assets.execution.job_log import log_message, with_log
 from assets.inputs.current import ResolvedInput
 from assets.inputs.resolve import LocatedModel, locate_base_model, peek_base_model
@@ -68,8 +69,21 @@ def materialize(context: AssetContext, work: JobSpec, found: ResolvedInput | Non
 
     `found`: the resolved input of a spec, whose changes are reported. For other assets, changes of their inputs are reported.
     """
-    materialized = make(context.pipeline, context.services, context.asset, work, context.inputs(), context.dagster.log)
+    services = _observe_queue(context)
+    materialized = make(context.pipeline, services, context.asset, work, context.inputs(), context.dagster.log)
     return replace(materialized, changes=input_changes(context) if found is None else resolved_changes(context, found))
+
+
+def _observe_queue(context: AssetContext) -> Services:
+    """Return services that report the state of a job in a queue on the asset's page, too."""
+    listener, key = context.services.listener, context.pipeline.key(context.asset)
+
+    def on_event(event: Event) -> None:
+        if phase := event.get("queue"):
+            context.dagster.log_event(dg.AssetObservation(key, description=event["text"], metadata={"job": phase}))
+        listener(event)
+
+    return replace(context.services, listener=on_event, is_canceled=partial(is_canceled, context))
 
 
 def materialize_resolved(context: AssetContext, found: ResolvedInput) -> MaterializedArtifact:
@@ -218,7 +232,8 @@ def run_work(services: Services, job: Job, work: JobSpec, lock: BinaryIO, log: L
                 log_event(event)
             listener(event)
 
-        run_job(services.engine, job, on_event, lock)
+        with noting_sigterm():
+            run_job(services.engine, job, on_event, lock, services.is_canceled)
     artifact = services.store.find(job.artifact, job.derivation.key, hashes=False)
     if artifact is None:
         raise StoreError(

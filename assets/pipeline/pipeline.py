@@ -1,4 +1,4 @@
-"""A recipe with its name, and the services for its runs: store, launcher, tracker and registry."""
+"""A recipe with its name, and the services for its runs: store, engine, tracker and registry."""
 
 import time
 from collections.abc import Callable
@@ -73,6 +73,7 @@ class Services:
 
     `listener`: receives every event of every job, in addition to Dagster's log; the command line draws progress bars.
     `is_command`: a command of the user does the work. If it is interrupted, its run counts as stopped by the user.
+    `is_canceled`: whether an interruption also ends the live job in the queue of an engine.
     """
 
     home: Path
@@ -82,6 +83,7 @@ class Services:
     registry: Registry
     listener: Listener = ignore
     is_command: bool = False
+    is_canceled: Callable[[], bool] = lambda: True
 
     @cached_property
     def hashes(self) -> HashCache:

@@ -18,6 +18,7 @@ from training.contract.system.atomic_io import write_durably
 
 Phase = Literal["queued", "running", "ended", "unknown"]
 _NAME_DIGITS = 16
+RECORD = "engine.json"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class Submission(StrictModel):
     def write(self, job: Job) -> None:
         write_durably(record_of(job), self.model_dump_json(indent=2).encode())
 
+    @staticmethod
+    def forget(job: Job) -> None:
+        """Remove the record: the job has ended."""
+        record_of(job).unlink(missing_ok=True)
+
     @classmethod
     def read(cls, job: Job) -> "Submission | None":
         """Return the record of the job; None if it was not submitted, or the record is damaged."""
@@ -96,7 +102,7 @@ class Submission(StrictModel):
 
 
 def record_of(job: Job) -> Path:
-    return job.folder / "engine.json"
+    return job.folder / RECORD
 
 
 def digest_of(job: Job) -> str:

@@ -18,7 +18,7 @@ from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
-from training.launch.engine import Engine, Handle, JobState
+from training.launch.engine import Engine, Handle, JobState, Submission
 from training.launch.stall import StallDetector
 
 _POLL_SECONDS = 0.1
@@ -52,21 +52,30 @@ def run_job(
     On any other exception, re-raise, and detach from the job. If an interrupt such as KeyboardInterrupt ends the run, and
     `is_canceled` returns True, cancel the job instead.
     """
-    if (handle := engine.find(job)) is None:
-        write_job(job)
-        handle = engine.submit(job, lock)
+    handle: Handle | None = None
     try:
+        if (handle := engine.find(job)) is None:
+            write_job(job)
+            handle = engine.submit(job, lock)
         status = _follow(handle, job, on_event)
     except BaseException as error:
         if isinstance(error, JobFailed) or (not isinstance(error, Exception) and is_canceled()):
-            handle.cancel()
-        else:
+            _cancel(engine, job, handle)
+        elif handle is not None:
             handle.detach()
         raise
     handle.cancel()
+    Submission.forget(job)
     if status != 0:
         _check_exists(job)
         raise _explain(job, handle.log, status)
+
+
+def _cancel(engine: Engine, job: Job, handle: Handle | None) -> None:
+    """Cancel the job. An interrupt may have come just after the engine accepted it."""
+    if (handle := handle or engine.find(job)) is not None:
+        handle.cancel()
+    Submission.forget(job)
 
 
 def _follow(handle: Handle, job: Job, on_event: Callable[[Event], None]) -> int:

@@ -105,7 +105,7 @@ def _metrics(console: Console, report: RunReport) -> None:
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
     table = Table("asset", "state", "fingerprint", "cause", title=f"Recipe {pipeline.name}")
     for asset in found:
-        causes = escape("\n".join(asset.causes))
+        causes = escape("\n".join([*asset.causes, *filter(None, [asset.job])]))
         table.add_row(asset.asset, _coloured(asset.state), short(asset.fingerprint), causes)
     console.print(table)
 

@@ -42,13 +42,13 @@ from assets.lineage.history import Materialization, latest_of, made_in
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
 from model_registry.model_version import MERGED
-from training.contract.errors import CorruptArtifact, CorruptRecord, EngineError
+from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.store.staging import lock_beside
 from training.contract.system.locks import holding, is_held
-from training.launch.engine import Submission
+from training.launch.live_jobs import live_state
 from workflows.commands.gc_caches import CACHES, KeptCaches
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -204,22 +204,12 @@ class GarbageCollector:
 
     @cached_property
     def _live(self) -> dict[Path, Job]:
-        """The jobs that wait or run in the queue of an engine. Nobody holds the locks of one whose launcher has ended.
+        """The jobs in the queue of an engine. Nobody holds the locks of one without a run that follows it.
 
         A job counts as live if its engine does not answer.
         """
-        live = {}
-        for folder in self._jobs:
-            job = _read_job(folder)
-            if job is None or Submission.read(job) is None:
-                continue
-            try:
-                is_live = self._services.engine.find(job) is not None
-            except EngineError:
-                is_live = True
-            if is_live:
-                live[folder] = job
-        return live
+        jobs = {folder: job for folder in self._jobs if (job := _read_job(folder)) is not None}
+        return {folder: job for folder, job in jobs.items() if live_state(self._services.engine, job) is not None}
 
     def _recent(self) -> Iterator[Reference]:
         """Yield artifacts made or used by an unfinished run, perhaps before Dagster recorded them."""

@@ -37,7 +37,7 @@ from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.store import Artifact
 from workflows.recipes.suggested_settings import advice, steps_of
 from workflows.state.expected_state import ExpectedState, expect_state
-from workflows.state.status import AssetStatus, judge
+from workflows.state.status import AssetStatus, job_state, judge
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)
@@ -144,7 +144,9 @@ class _Planner:
             causes = status.causes if is_fresh else ()
             return PlannedAsset(status.asset, "reuse", causes, work, self._notes(status.asset))
         note = self._advice() if status.asset == "policy" else None
-        return PlannedAsset(status.asset, "compute", status.causes, work, (note,) if note else ())
+        job = job_state(self.services, self.expected[status.asset].derivation)
+        notes = (note, None if job is None else f"a run follows its job: {job}")
+        return PlannedAsset(status.asset, "compute", status.causes, work, tuple(filter(None, notes)))
 
     def _advice(self) -> str | None:
         """Return advice if the training would hardly change the model."""

@@ -10,6 +10,7 @@
   after a change of the recipe, requests everything downstream in one run. Unchanged content requests nothing.
 
 Without `automation.on_change`, there are neither conditions nor a data sensor. One sensor then reports stale assets.
+Another one always follows jobs that an ended run has left in the queue of an engine (`workflows.orchestration.detached_jobs`).
 
 The user starts the first run: sensors and conditions ignore a recipe that was never materialized.
 """
@@ -36,6 +37,7 @@ from training.contract.config.recipe import Recipe
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.identity.fingerprint import fingerprint
 from training.contract.store.manifest import Derivation
+from workflows.orchestration.detached_jobs import detached_jobs_sensor
 from workflows.orchestration.observations import NOTHING, Cursor, status_sensor
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
@@ -67,10 +69,14 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
     return dg.Definitions(
         jobs=[retrain, record],
         schedules=[_schedule(pipeline, retrain.name)] if automation.cron else [],
-        sensors=[_data_sensor(pipeline, record.name), _condition_sensor(pipeline)]
-        if automation.on_change
-        else [status_sensor(pipeline)],
+        sensors=[detached_jobs_sensor(pipeline, retrain.name), *_sensors(pipeline, record.name)],
     )
+
+
+def _sensors(pipeline: Pipeline, record: str) -> list[dg.SensorDefinition]:
+    if pipeline.recipe.automation.on_change:
+        return [_data_sensor(pipeline, record), _condition_sensor(pipeline)]
+    return [status_sensor(pipeline)]
 
 
 def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:

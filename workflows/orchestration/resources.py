@@ -25,6 +25,7 @@ from training.contract.store.store import Store
 from training.contract.system.atomic_io import make_group_writable, write_durably
 from training.contract.system.locks import locked
 from training.launch.cluster.configured import ConfiguredEngine
+from workflows.orchestration.gpu_slots import set_gpu_slots
 
 _DAGSTER_YAML = """\
 telemetry: {enabled: false}
@@ -102,6 +103,7 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
             ) from error
         make_group_writable(home.rglob("*.db*"), lock)
     with opened as instance:
+        set_gpu_slots(instance, pedigree_home())
         try:
             yield instance
         finally:
@@ -136,7 +138,7 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
     )
 
 
-@dg.resource(description="Store, launcher, tracker and registry under PEDIGREE_HOME.")
+@dg.resource(description="Store, engine, tracker and registry under PEDIGREE_HOME.")
 def services(context: dg.InitResourceContext) -> Iterator[Services]:
     """Yield the services of a run. Sign the run before its first step, which may wait hours for a slot in a pool.
 
@@ -145,5 +147,6 @@ def services(context: dg.InitResourceContext) -> Iterator[Services]:
     home = pedigree_home()
     if context.instance is not None and context.run is not None:
         tag_run_with_process(context.instance, context.run, home)
+        set_gpu_slots(context.instance, home)
     with pin_hub_revisions():
         yield build_services(home)

@@ -8,10 +8,11 @@ stale asset names the user's change, however far upstream, never an asset that i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import dagster as dg
+from pydantic import ValidationError
 
 from assets.bodies.release import release_problem
 from assets.inputs.current import ROOTS
@@ -22,7 +23,10 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.job import Job, job_folder
 from training.contract.store.manifest import Derivation
+from training.launch.engine import RECORD
+from training.launch.live_jobs import live_state
 from workflows.state.expected_state import ExpectedState, expect_state
 
 State = Literal["fresh", "stale", "missing"]
@@ -35,19 +39,34 @@ LOST = "its files are no longer in the store"
 class AssetStatus:
     """`fingerprint` identifies the latest materialization; `causes` are the reasons for a new one.
 
-    A fresh asset has causes only if it is a released model and the registry is unavailable.
+    A fresh asset has causes only if it is a released model and the registry is unavailable. `job`: the state of its job in the
+    queue of an engine; None without one.
     """
 
     asset: str
     state: State
     causes: tuple[str, ...]
     fingerprint: str | None
+    job: str | None = None
 
 
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
     """Return the state of every asset, in the order of the graph. Raises the errors of reading sources."""
-    history = History(instance, pipeline, services.store)
-    return list(judge(history, services, expect_state(pipeline, services)))
+    history, expected = History(instance, pipeline, services.store), expect_state(pipeline, services)
+    found = judge(history, services, expected)
+    return [replace(asset, job=job_state(services, expected[asset.asset].derivation)) for asset in found]
+
+
+def job_state(services: Services, derivation: Derivation | None) -> str | None:
+    """Return the state of the live job for `derivation`; None without one. No engine is asked without a record of a job."""
+    if derivation is None or not (folder := job_folder(services.home, derivation)).joinpath(RECORD).exists():
+        return None
+    try:
+        job = Job.read(folder / "job.json")
+    except (OSError, ValidationError):
+        return None
+    state = live_state(services.engine, job) if job.derivation.key == derivation.key else None
+    return None if state is None else state.text
 
 
 def judge(history: History, services: Services, expected: ExpectedState) -> Iterator[AssetStatus]:

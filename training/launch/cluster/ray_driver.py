@@ -42,7 +42,11 @@ class Reserved(TypedDict):
 
 
 class Node:
-    """The actor of a node. It runs in a worker process of Ray."""
+    """The actor of a node, in a worker process of Ray. If that ends, Ray kills its child, the supervisor, and all below it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
 
     def meeting_point(self) -> tuple[str, int]:
         """Return the address of this node, and a port on which nothing listens."""
@@ -50,7 +54,9 @@ class Node:
         return address, free_port(address)
 
     def run(self, job: Job, arguments: list[str], threads: int | None) -> int:
-        """Run the job's processes on this node and return their exit status. They end when this process ends."""
+        """Run the job's processes on this node and return their exit status."""
+        if self._is_stopped:
+            return CANCELLED
         command = [sys.executable, "-P", "-m", "training.launch.cluster.ray_node", str(job.path), *arguments]
         variables = dict(os.environ)
         variables.pop("OMP_NUM_THREADS", None)  # Ray has set it: the cores of the actor, for each of its processes
@@ -58,12 +64,17 @@ class Node:
             variables["OMP_NUM_THREADS"] = str(threads)
         with (
             open(job.log, "ab") as log,
-            # In a session of its own: Ray kills the group of an ended worker, but the supervisor has to end its processes.
             subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True
-            ) as process,
+            ) as self._process,
         ):
-            return process.wait()
+            return self._process.wait()
+
+    def stop(self) -> None:
+        """End the job's processes: they may save a checkpoint. The supervisor waits for the end of its standard input."""
+        self._is_stopped = True
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 class Lost(EngineError):
@@ -111,19 +122,26 @@ def _run_once(job: Job, sha256: str, module: str, reserved: Reserved) -> int:
     except RayActorError as error:
         raise Lost(f"a node of Ray was lost: {' '.join(str(error).split())}") from error
     finally:
-        for actor in actors:
-            ray.kill(actor)
-        deadline = time.monotonic() + job.grace_seconds + _SECONDS_BETWEEN_LOOKS
-        while alive_nodes(job) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        _stop(actors, job)
         remove_placement_group(group)
+
+
+def _stop(actors: list[Any], job: Job) -> None:
+    """Ask the actors to end their processes, wait for that, and kill the actors."""
+    for actor in actors:
+        actor.stop.remote()
+    deadline = time.monotonic() + job.grace_seconds + _SECONDS_BETWEEN_LOOKS
+    while actors and alive_nodes(job) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _actor(group: PlacementGroup, number: int, resources: Resources) -> Any:
     place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
     others = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
     options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
-    return ray.remote(Node).options(scheduling_strategy=place, **options).remote()
+    return ray.remote(Node).options(scheduling_strategy=place, max_concurrency=2, **options).remote()
 
 
 def _wait_for(group: PlacementGroup, job: Job, resources: Resources) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from typing import BinaryIO
 
+from ray.exceptions import RayError
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 from requests.exceptions import RequestException
 
@@ -140,8 +141,10 @@ class RayEngine:
         patience = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(job.grace_seconds + _SECONDS_BEYOND_GRACE))}
         Submission.of("ray", id, job).write(job)
         try:
-            if info_of(client, id) is not None:
-                client.delete_job(id)  # an ended one
+            if (info := info_of(client, id)) is not None:
+                if not info.status.is_terminal():
+                    raise EngineError(f"Ray runs job {id} already; run again, which follows it", "ray-refuses")
+                client.delete_job(id)
             client.submit_job(
                 entrypoint=shlex.join(driver),
                 submission_id=id,
@@ -150,7 +153,8 @@ class RayEngine:
         except _AWAY as error:
             raise self._away(error) from error
         except RuntimeError as error:
-            raise EngineError(f"Ray refuses job {id}: {error}; correct engine.yaml", "ray-refuses") from error
+            cause = str(error).strip().splitlines()[-1]
+            raise EngineError(f"Ray refuses job {id}: {cause}; correct engine.yaml", "ray-refuses") from error
         return RayHandle(job, client)
 
     def _connect(self) -> JobSubmissionClient:
@@ -158,16 +162,16 @@ class RayEngine:
             return JobSubmissionClient(self._settings.address)
         except _AWAY as error:
             raise self._away(error) from error
-        except (RuntimeError, ValueError) as error:
+        except (RayError, RuntimeError, ValueError) as error:
             raise EngineError(
-                f"Ray at {self._settings.address} refuses the connection: {' '.join(str(error).split())}; for a cluster with "
-                "token authentication, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH",
+                f"Ray at {self._settings.address} refuses the connection: {_first_line(error)}; for a cluster with token "
+                "authentication, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token of the cluster",
                 "ray-refuses",
             ) from error
 
     def _away(self, error: Exception) -> EngineError:
         return EngineError(
-            f"Ray does not answer at `address: {self._settings.address}` of engine.yaml ({' '.join(str(error).split())}); "
+            f"Ray does not answer at `address: {self._settings.address}` of engine.yaml ({_first_line(error)}); "
             "start its head (`ray start --head`), or correct the address",
             "ray-away",
         )
@@ -182,6 +186,10 @@ class RayEngine:
                     "earlier-job",
                 )
             time.sleep(_SECONDS_BETWEEN_LOOKS / 4)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).strip()
 
 
 def info_of(client: JobSubmissionClient, id: str) -> JobInfo | None:

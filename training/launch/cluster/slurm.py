@@ -67,16 +67,17 @@ class ControllerAway(EngineError):
 
 
 class SlurmHandle:
-    """A job in Slurm's queue. Slurm is asked every `seconds`, and at once when the job has written its exit status."""
+    """A job in Slurm's queue. Slurm is asked every `seconds`, and at once when the job's script begins or ends."""
 
     def __init__(self, job: Job, id: str, seconds: float = 10.0) -> None:
         self.log, self._job, self.id, self._seconds = job.log, job, id, seconds
-        self._state, self._asked = JobState("unknown"), -math.inf
+        self._state, self._asked, self._began = JobState("unknown"), -math.inf, 0.0
 
     def state(self) -> JobState:
-        wait = _BETWEEN_LOOKS if exit_status(self._job).exists() else self._seconds
-        if time.monotonic() - self._asked > wait:
-            self._state, self._asked = state_of(self._job, self.id), time.monotonic()
+        began = _modified(started(self._job))
+        is_new = began != self._began or exit_status(self._job).exists()
+        if time.monotonic() - self._asked > (_BETWEEN_LOOKS if is_new else self._seconds):
+            self._state, self._asked, self._began = state_of(self._job, self.id), time.monotonic(), began
         return self._state
 
     def stopped(self) -> list[int]:
@@ -126,7 +127,7 @@ class SlurmEngine:
 
 def submit(job: Job, engine: SlurmSettings, profile: SlurmProfile, module: str = "training.main") -> str:
     """Submit the job and return its id. Raises EngineError with sbatch's reason, such as a missing account."""
-    for left in (job.log, exit_status(job)):
+    for left in (job.log, exit_status(job), started(job)):
         left.unlink(missing_ok=True)
     write_software(job)
     script = job.folder / "batch.sh"
@@ -182,7 +183,7 @@ def batch_script(job: Job, engine: SlurmSettings, profile: SlurmProfile, module:
     step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *_options(profile.srun), *task])
     return f"""#!/bin/bash
 rm -f {_quoted(job.error)} {_quoted(exit_status(job))}
-touch {_quoted(job.folder / "started")}
+touch {_quoted(started(job))}
 at_limit=
 trap 'at_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 {profile.setup.strip()}
@@ -193,7 +194,7 @@ while :; do
   kill -0 "$step" 2>/dev/null || break  # else the signal has interrupted `wait`
 done
 if [ -n "$at_limit" ] && [ "$status" -ne 0 ]; then
-  saved=$(find {_quoted(job.checkpoints)} -name 'step-????????' -newer {_quoted(job.folder / "started")} -print -quit)
+  saved=$(find {_quoted(job.checkpoints)} -name 'step-????????' -newer {_quoted(started(job))} -print -quit)
   if [ -n "$saved" ]; then
     scontrol requeue "$SLURM_JOB_ID" && sleep 300
   fi
@@ -206,6 +207,18 @@ exit "$status"
 
 def exit_status(job: Job) -> Path:
     return job.folder / "exit-status"
+
+
+def started(job: Job) -> Path:
+    """Return a file that the batch script touches when it begins."""
+    return job.folder / "started"
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _waiting(id: str, reason: str, start: str) -> JobState:
