@@ -394,10 +394,11 @@ def test_beta_warnings_of_dagster_are_hidden(tmp_path):
 
 
 def test_sensor_without_on_change_requests_nothing(tmp_path):
-    """A sensor without a job only observes."""
+    """A sensor without a job only observes. The other one only follows jobs in a queue."""
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"on_change": False}})
     definitions = definitions_of(folder)
-    [sensor] = definitions.sensors
+    follower, sensor = definitions.sensors
+    assert follower.name == "small_detached_jobs_sensor"
     assert (sensor.name, sensor.targets) == ("small_status_sensor", [])
     graph = definitions.resolve_asset_graph()
     assert all(graph.get(key).automation_condition is None for key in graph.get_all_asset_keys())

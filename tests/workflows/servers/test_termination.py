@@ -6,6 +6,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -40,10 +43,17 @@ def served(first_run, recipe, tmp_path):
     home = tmp_path / "home"
     subprocess.run(["cp", "--archive", first_run[0].path, home], check=True)
     shutil.rmtree(home / "jobs")
+    with serving(home, recipe, first_run[0].environment) as address:
+        yield address, home
+
+
+@contextmanager
+def serving(home: Path, recipe: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Yield the address of Dagster's server in `pedigree ui`, which ends after the block as by Ctrl-C."""
     ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(recipe), *ports],
-        env={**first_run[0].environment, "PEDIGREE_HOME": str(home)},
+        env={**environment, "PEDIGREE_HOME": str(home)},
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -54,7 +64,7 @@ def served(first_run, recipe, tmp_path):
         while found is None and process.poll() is None:
             found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert found, process.returncode
-        yield found[0], home
+        yield found[0]
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(120)
