@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from pydantic import BaseModel
 
 from assets.bodies.checks import check_specs
@@ -14,6 +15,7 @@ from assets.pipeline.graph import GRAPH
 from training.contract.config.optimizer import Muon
 from training.contract.config.recipe import Adapter, Recipe, SupervisedTuning, Training
 from training.contract.config.variants import RecipeDocument, merged
+from training.launch.cluster.engine_file import read_engine
 from training.losses.preference import METRICS
 from workflows.recipes.discovery import load_recipe
 
@@ -125,3 +127,22 @@ def test_links_have_targets(page: str):
         linked = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked.read_text()), target
+
+
+def test_manifest_of_kubeflow_has_only_fields_of_its_api() -> None:
+    """The models of the API drop unknown fields, so the manifest must come back as it is."""
+    [manifest] = [
+        yaml.safe_load(block)
+        for block in re.findall(r"```yaml\n(.*?)```", PAGES["docs/clusters.md"], re.DOTALL)
+        if "TrainJob" in block
+    ]
+    job = TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert job is not None and job.to_dict() == manifest
+
+
+def test_engine_files_in_the_documents_are_valid(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(engine: .*?)```", PAGES["docs/clusters.md"], re.DOTALL)
+    for block in blocks:
+        (file := tmp_path / "engine.yaml").write_text(block)
+        read_engine(file)
+    assert len(blocks) == 2

@@ -102,16 +102,16 @@ class QueueNotes:
     """Tells of each new state of a job. An estimated start that moves is told every ten minutes at most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._told, self._when = clock, JobState("running"), 0.0
+        self._clock, self._reported, self._when = clock, JobState("running"), 0.0
 
     def note(self, state: JobState) -> Event | None:
         """Return a note to the user, with the phase of the job as `queue`; None if there is nothing new."""
-        if state.text == self._told.text:
+        if state.text == self._reported.text:
             return None
-        is_other_start = replace(state, start="") == replace(self._told, start="")
+        is_other_start = replace(state, start="") == replace(self._reported, start="")
         if is_other_start and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
             return None
-        self._told, self._when = state, self._clock()
+        self._reported, self._when = state, self._clock()
         return {"event": "note", "time": time.time(), "text": state.text, "queue": state.phase}
 
 

@@ -33,8 +33,10 @@ _PYTHON = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",  # do not import from a folder `training` in the working directory
 }
-# Variables of other launchers, such as a scheduler in a container. Only our torchrun may make a process a rank.
+# Variables of other launchers, such as a scheduler in a container. Only our torchrun may make a process a rank. torchrun reads
+# its options from variables with the prefix, which Kubeflow Trainer sets.
 _FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
+_FOREIGN_PREFIX = "PET_"
 _SUPERVISOR_SECONDS = 60.0  # between its processes' grace and its own end
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -146,8 +148,12 @@ def environment(inherited: Mapping[str, str], processes: int) -> dict[str, str]:
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     home = inherited.get("HOME")
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor"} if home and os.access(home, os.W_OK) else {}
-    kept = {name: value for name, value in inherited.items() if name not in _FOREIGN}
+    kept = {name: value for name, value in inherited.items() if not _is_foreign(name)}
     return {**parallel, **compiled, **kept, **_QUIET, **_PYTHON}
+
+
+def _is_foreign(name: str) -> bool:
+    return name in _FOREIGN or name.startswith(_FOREIGN_PREFIX)
 
 
 def _rendezvous_options(folder: Path) -> list[str]:

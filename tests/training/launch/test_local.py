@@ -58,9 +58,9 @@ def listening(pid: int) -> list[str]:
 
 
 def test_environment_keeps_inherited_variables_except_the_rank() -> None:
-    inherited = {"OMP_NUM_THREADS": "3", "RANK": "7"}
+    inherited = {"OMP_NUM_THREADS": "3", "RANK": "7", "PET_NNODES": "4"}
     variables = environment(inherited, processes=2)
-    assert {name: variables.get(name) for name in inherited} == {**inherited, "RANK": None}
+    assert {name: variables.get(name) for name in inherited} == {**inherited, "RANK": None, "PET_NNODES": None}
 
 
 @pytest.mark.system
@@ -109,6 +109,17 @@ def test_run_job_of_two_ranks_publishes_one_artifact(make_job: MakeJob) -> None:
     assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
     assert artifact.details["ranks"] == 2
     assert not job.staging.exists()
+
+
+def test_run_job_ignores_the_options_of_another_torchrun(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow Trainer sets these variables in its containers."""
+    options = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}
+    for name, value in options.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    job = make_job("write", ranks=2)
+    run_job(LOCAL, job, lambda event: None)
+    artifact = Store(job.store).find("policy", job.derivation.key)
+    assert artifact is not None and artifact.details["ranks"] == 2
 
 
 def test_run_job_error_of_one_rank_is_the_cause_while_the_other_waits(make_job: MakeJob) -> None:

@@ -8,11 +8,13 @@ Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/job_re
 """
 
 import math
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +29,7 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were transmitted"
 )
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY\b|_URI\b|_URL\b", re.IGNORECASE)
 _UNKNOWN_JOB = "Invalid job id"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -138,7 +141,12 @@ def submit(job: Job, engine: SlurmSettings, profile: SlurmProfile, module: str =
         *("--requeue", "--open-mode=append", f"--output={str(job.log).replace('%', '%%')}", f"--chdir={job.folder}"),
         f"--signal=B:USR1@{engine.before_time_limit}",
     ]
-    return _ask("sbatch", *options, *_options(profile.sbatch), str(script)).partition(";")[0]
+    return _ask("sbatch", *options, *_options(profile.sbatch), str(script), env=_without_secrets()).partition(";")[0]
+
+
+def _without_secrets() -> dict[str, str]:
+    """Return the environment without passwords, tokens and keys: sbatch passes all of it to the nodes, which need none."""
+    return {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
 
 
 def find(job: Job) -> str | None:
@@ -246,11 +254,11 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, env: Mapping[str, str] | None = None) -> str:
     """Return the output of a command of Slurm. Raises EngineError with its message, ControllerAway without an answer."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_SECONDS, env=env
         )
     except FileNotFoundError:
         raise EngineError(

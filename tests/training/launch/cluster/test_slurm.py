@@ -151,3 +151,19 @@ def test_submission_record_survives_and_damage_is_no_record(make_job: MakeJob) -
     assert Submission.read(job) == record
     (job.folder / "engine.json").write_text("{")
     assert Submission.read(job) is None
+
+
+@pytest.mark.system
+def test_variables_with_secrets_do_not_go_to_the_nodes(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, secrets = (
+        make_job("write"),
+        ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_URI"),
+    )
+    for name in (*secrets, "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "visible")
+    write_job(job)
+    profile = SlurmProfile(setup=f"env > {job.folder}/variables")
+    id = slurm.submit(job, ENGINE, profile, "ranked_program")
+    assert ending(job, id).status == 0
+    variables = (job.folder / "variables").read_text()
+    assert "NCCL_DEBUG=visible" in variables and [name for name in secrets if name in variables] == []
