@@ -72,7 +72,7 @@ class Engine(Protocol):
 class Submission(StrictModel):
     """The content of `engine.json`.
 
-    `id`: empty before the submission; `submitted`: seconds since the epoch; `work_sha256`: of all that the job does.
+    `id`: empty before the submission; `submitted`: seconds since the epoch; `work_sha256`: `work_of` the job.
     """
 
     engine: str
@@ -111,8 +111,9 @@ def digest_of(job: Job) -> str:
 
 
 def work_of(job: Job) -> str:
-    """Return the sha256 of all that the job does. Stamps of files only tell if a file changed meanwhile."""
-    return hashlib.sha256(job.model_dump_json(exclude={"stamps"}).encode()).hexdigest()
+    """Return the sha256 of what the job makes and how it runs. Paths may differ, and so may other parts of the recipe."""
+    content = f"{job.kind}\n{job.derivation.key}\n{job.compute.model_dump_json()}"
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def has_other_work(job: Job) -> bool:
@@ -123,5 +124,5 @@ def has_other_work(job: Job) -> bool:
 
 def name_of(job: Job) -> str:
     """Return the job's name in a queue: equal for equal work in one store, and different for another store."""
-    digest = hashlib.sha256(f"{job.store}\n{job.derivation.key}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{job.store.resolve()}\n{job.derivation.key}".encode()).hexdigest()
     return f"{job.artifact}-{digest[:_NAME_DIGITS]}"

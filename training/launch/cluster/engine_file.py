@@ -17,7 +17,7 @@
 `concurrent: 4` lets four jobs of this home wait or run at once. Without the file, jobs run on this machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -151,7 +151,8 @@ def read_engine(path: Path) -> Settings:
     All values are read as text: YAML would read the time 4:00:00 as the number 14,400.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        text = path.read_text(encoding="utf-8")
+        content, root = yaml.load(text, Loader=yaml.BaseLoader), yaml.compose(text, Loader=yaml.BaseLoader)
     except FileNotFoundError:
         return LocalSettings(engine="local")
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -159,10 +160,24 @@ def read_engine(path: Path) -> Settings:
     try:
         return _FILE.validate_python(content)
     except ValidationError as error:
-        faults = "; ".join(_fault(fault["loc"], fault["input"], fault["msg"]) for fault in error.errors())
-        raise EngineError(f"{path}: {faults}. Expected for example\n{_EXAMPLE}", "engine-file") from None
+        faults = "; ".join(_fault(path, root, fault["loc"], fault["input"], fault["msg"]) for fault in error.errors())
+        raise EngineError(f"{faults}. Expected for example\n{_EXAMPLE}", "engine-file") from None
 
 
-def _fault(place: tuple[int | str, ...], value: Any, message: str) -> str:
+def _fault(path: Path, root: yaml.Node | None, place: tuple[int | str, ...], value: Any, message: str) -> str:
+    """Return the fault with file, line and field. pydantic puts the kind of the engine, and `[key]`, into the place."""
     parts = [str(part) for part in place if part not in ("slurm", "ray", "local", "[key]")]
-    return f"`{'.'.join(parts)}`: {value!r}: {message}" if parts else f"{value!r}: {message}"
+    field = f" `{'.'.join(parts)}`:" if parts else ""
+    return f"{path}:{_line_of(root, parts)}:{field} {value!r}: {message}"
+
+
+def _line_of(node: yaml.Node | None, parts: Sequence[str]) -> int:
+    """Return the line of a field; of the section that lacks it, if it is missing."""
+    line = 1 if node is None else node.start_mark.line + 1
+    for part in parts:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((key, inner) for key, inner in pairs if key.value == part), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line

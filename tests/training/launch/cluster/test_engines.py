@@ -210,6 +210,8 @@ def test_find_returns_a_live_job_of_the_same_work_only(with_queue: Configured, m
     pids = pids_of(first_event(job))
     assert with_queue.engine.find(job) is not None
     assert with_queue.engine.find(job.model_copy(update={"store": job.store / "other"})) is None
+    (link := job.folder.parent / "link").symlink_to(job.store)
+    assert with_queue.engine.find(job.model_copy(update={"store": link})) is not None
     assert handle.state().status is None
     handle.cancel()
     assert alive(pids) == [] and with_queue.engine.find(job) is None

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.training.launch.living import alive, first_event
-from training.contract.errors import EngineError
+from tests.training.launch.living import alive, all_gone, first_event
+from training.contract.errors import EngineError, JobFailed
+from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.launch.cluster import slurm
 from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
 from training.launch.engine import JobState, Submission
-from training.launch.launcher import write_job
+from training.launch.launcher import run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 MakeJob = Callable[..., Job]
@@ -167,3 +168,19 @@ def test_variables_with_secrets_do_not_go_to_the_nodes(make_job: MakeJob, monkey
     assert ending(job, id).status == 0
     variables = (job.folder / "variables").read_text()
     assert "NCCL_DEBUG=visible" in variables and [name for name in secrets if name in variables] == []
+
+
+@pytest.mark.system
+def test_job_canceled_by_the_command_of_slurm_leaves_nothing(make_job: MakeJob) -> None:
+    job, pids, notes = make_job("train_for_ever", nodes=2), list[int](), list[str]()
+
+    def cancel(event: Event) -> None:
+        notes.append(event.get("text", ""))
+        if "ranks" in event:
+            pids.extend([*event["ranks"], event["torchrun"]])
+            subprocess.run(["scancel", *(slurm.find(job) or "").split()], check=True)
+
+    with pytest.raises(JobFailed, match="the policy job failed"):
+        run_job(slurm.SlurmEngine(ENGINE, SlurmProfile(), "ranked_program"), job, cancel)
+    assert any("has ended: CANCELLED" in note for note in notes)
+    assert pids and all_gone(pids)
