@@ -58,10 +58,13 @@ def test_each_variant_is_a_pipeline_that_nothing_starts_by_itself(folder):
     assert {tuple(key.path) for key in graph.get_all_asset_keys()} == {(name, a) for name in names for a in GRAPH}
     assert [schedule.name for schedule in merged.schedules or []] == ["sweep_schedule"]
     status_sensors = {"sweep_hinge_status_sensor", "sweep_beta_0p5_status_sensor"}
+    # These only follow jobs in a queue, which a run has started.
+    followers = {f"{name}_detached_jobs_sensor" for name in ("sweep", "sweep_hinge", "sweep_beta_0p5")}
     assert {sensor.name for sensor in merged.sensors or []} == {
         "sweep_data_sensor",
         "sweep_automation",
         *status_sensors,
+        *followers,
     }
     conditions = {k.path[0] for k in graph.get_all_asset_keys() if graph.get(k).automation_condition is not None}
     assert conditions == {"sweep"}

@@ -232,7 +232,8 @@ def _modified(path: Path) -> float:
 def _waiting(id: str, reason: str, start: str) -> JobState:
     known = "" if start in ("Unknown", "N/A") else start.replace("T", " ")
     remedy = next((text for pattern, text in _REMEDIES.items() if re.fullmatch(pattern, reason)), "")
-    return JobState("queued", f"job {id} waits in Slurm's queue: {reason}", known, remedy.format(id=id))
+    shown = "" if reason == "None" else f": {reason}"  # Slurm has not looked at it yet
+    return JobState("queued", f"job {id} waits in Slurm's queue{shown}", known, remedy.format(id=id))
 
 
 def _forgotten(job: Job, id: str) -> JobState:
