@@ -40,10 +40,10 @@ class EventLines:
 
 def with_log(services: Services, log: Logger, asset: str) -> Services:
     """Return services with a listener that adds the asset to each event and writes lines to `log`."""
-    lines = EventLines(log.info, asset)
+    lines, errors = EventLines(log.info, asset), EventLines(log.error, asset)
 
     def on_event(event: Event) -> None:
-        lines.on_event(event)
+        (errors if event.get("is_stuck") else lines).on_event(event)
         services.listener({**event, "asset": asset})
 
     return replace(services, listener=on_event)

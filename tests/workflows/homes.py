@@ -73,6 +73,15 @@ class Home:
         return json.loads(done.stdout)
 
 
+def copy_without_policy(home: Home, place: Path) -> Home:
+    """Return a copy, in the folder `place`, of a home in which everything was made. The copy lacks the policy."""
+    copy = Home(place)
+    shutil.copytree(home.path, copy.path)
+    for folder in ("store/policy", "store/keys/policy", "jobs"):
+        shutil.rmtree(copy.path / folder)
+    return copy
+
+
 def write_recipe(folder: Path, attributes: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = {"type": "workflows.PreferenceTuning", "attributes": attributes}

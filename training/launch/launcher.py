@@ -105,14 +105,18 @@ class QueueNotes:
         self._clock, self._reported, self._when = clock, JobState("running"), 0.0
 
     def note(self, state: JobState) -> Event | None:
-        """Return a note to the user, with the phase of the job as `queue`; None if there is nothing new."""
+        """Return a note to the user; None if there is nothing new.
+
+        `queue`: the phase of the job; `is_stuck`: whether it cannot start without help.
+        """
         if state.text == self._reported.text:
             return None
         is_other_start = replace(state, start="") == replace(self._reported, start="")
         if is_other_start and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
             return None
         self._reported, self._when = state, self._clock()
-        return {"event": "note", "time": time.time(), "text": state.text, "queue": state.phase}
+        note = {"event": "note", "time": time.time(), "text": state.text}
+        return {**note, "queue": state.phase, "is_stuck": bool(state.remedy)}
 
 
 def write_job(job: Job) -> None:

@@ -72,7 +72,10 @@ class ProgressBars:
                 self._bars.tasks[task].total = None  # None in `update` means unchanged
                 self._bars.update(task, completed=0, unit="", left="", detail=escape(event["phase"]))
             case "note":
-                self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")
+                style = "bold red" if event.get("is_stuck") else None
+                self._bars.console.print(f"{event['asset']}: {escape(event['text'])}", style=style)
+                if "queue" in event:
+                    self._bars.update(task, detail=escape(event["text"]))
             case "step":
                 self._bars.update(task, detail=f"loss {event['loss']:.4f}")
             case "progress":

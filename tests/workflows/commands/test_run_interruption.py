@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from tests.workflows.commands.test_run import steps_of
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, check_values, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, check_values, copy_without_policy, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 SECONDS_TO_END = 60.0  # twice the grace period for saving a checkpoint, which a slow disk may need
@@ -35,11 +34,7 @@ def long_recipe(tmp_path, small_recipe):
 @pytest.fixture
 def without_policy(first_run, tmp_path):
     """Return a copy of the home in which everything was made, without the policy."""
-    home = Home(tmp_path / "home")
-    shutil.copytree(first_run[0].path, home.path)
-    for place in ("store/policy", "store/keys/policy", "jobs"):
-        shutil.rmtree(home.path / place)
-    return home
+    return copy_without_policy(first_run[0], tmp_path / "home")
 
 
 def processes_of(home: Path) -> list[psutil.Process]:

@@ -1,7 +1,6 @@
 """`pedigree run` with a real Ray: the job outlives a killed command, and the next one follows it to the same bits."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ import pytest
 
 from tests.training.launch.cluster.ray_cluster import ray_cluster
 from tests.workflows.commands.test_run_interruption import until_steps
-from tests.workflows.homes import PEDIGREE, Home
+from tests.workflows.homes import PEDIGREE, Home, copy_without_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.xdist_group("ray")]
 
@@ -19,10 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.xdist_group("ray
 @pytest.fixture
 def home(first_run, tmp_path, tmp_path_factory, monkeypatch) -> Iterator[Home]:
     """Return a copy of the home in which everything but the policy was made, with a Ray of two nodes."""
-    home = Home(tmp_path / "home")
-    shutil.copytree(first_run[0].path, home.path)
-    for place in ("store/policy", "store/keys/policy", "jobs"):
-        shutil.rmtree(home.path / place)
+    home = copy_without_policy(first_run[0], tmp_path / "home")
     with ExitStack() as running:
         cluster = running.enter_context(ray_cluster(tmp_path_factory.mktemp("ray"), {}))
         running.enter_context(cluster.head())

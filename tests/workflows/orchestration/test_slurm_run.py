@@ -5,7 +5,6 @@ Preempted, without its node or at its time limit, a job is finished by the one c
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +16,7 @@ import pytest
 
 from tests.training.launch.cluster.slurm_cluster import missing_programs, slurm_cluster
 from tests.workflows.commands.test_run_interruption import LONG, processes_of, until_steps
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, copy_without_policy, write_recipe
 from tests.workflows.servers.test_termination import LAUNCH, REPOSITORY, TERMINATE, serving, until
 from tests.workflows.servers.test_web_servers import graphql
 
@@ -29,10 +28,7 @@ def home(first_run, tmp_path, monkeypatch) -> Iterator[Home]:
     """Return a copy of the home in which everything but the policy was made, with a Slurm of two nodes."""
     if missing := missing_programs():
         pytest.fail(f"these tests need Slurm ({', '.join(missing)}): apt-get install -y slurm-wlm munge")
-    home = Home(tmp_path / "home")
-    shutil.copytree(first_run[0].path, home.path)
-    for place in ("store/policy", "store/keys/policy", "jobs"):
-        shutil.rmtree(home.path / place)
+    home = copy_without_policy(first_run[0], tmp_path / "home")
     (home.path / "engine.yaml").write_text("engine: slurm\n")
     (folder := tmp_path / "slurm").mkdir()
     with slurm_cluster(folder) as config:

@@ -110,5 +110,6 @@ def test_queue_notes_tell_each_reason_once_and_a_moving_start_rarely() -> None:
     now = 600.0
     assert told(JobState("queued", "job 7 waits: Resources", "17:41")) == "job 7 waits: Resources, to start about 17:41"
     held = JobState("queued", "job 7 waits: JobHeldUser", remedy="`scontrol release 7`")
-    assert told(held) == "job 7 waits: JobHeldUser; it cannot start without help: `scontrol release 7`"
+    assert (note := notes.note(held)) is not None and note["is_stuck"] is True
+    assert note["text"] == "job 7 waits: JobHeldUser; it cannot start without help: `scontrol release 7`"
     assert told(JobState("running", "job 7 runs on n1")) == "job 7 runs on n1"
