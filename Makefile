@@ -20,8 +20,7 @@ demo: install
 	$(BIN)/python workflows/defs/demo/make.py
 	$(BIN)/pedigree run demo
 	$(BIN)/python -m workflows.defs.demo.score
-	@echo "Look at it: type 'make ui', then open the charts at the address above, and the asset graph in Dagster at"
-	@echo "  http://127.0.0.1:3000/asset-groups (Alt+E opens the groups)"
+	@echo "Look at it: type 'make ui', then open the addresses that it prints"
 
 ui: install
 	$(BIN)/pedigree ui

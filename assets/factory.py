@@ -15,7 +15,7 @@ from assets.execution.run_liveness import tag_run_with_process
 from assets.execution.stopped_runs import note_code_versions
 from assets.inputs.name_claims import claim_name
 from assets.inputs.recipe_location import add_recipe_location
-from assets.pipeline.graph import GRAPH
+from assets.pipeline.graph import GRAPH, STAGE_TAG
 from assets.pipeline.pipeline import Pipeline, Services, emitting
 from training.contract.identity.file_hashing import report_hashing_to
 
@@ -48,7 +48,8 @@ def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     @dg.asset(
         key=pipeline.key(asset),
         deps=[pipeline.key(name) for name in node.inputs(recipe)],
-        group_name=node.group,
+        group_name=pipeline.identifier,
+        tags={STAGE_TAG: node.stage},
         kinds=set(node.kinds),
         owners=[_OWNER],
         description=node.description,

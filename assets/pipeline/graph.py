@@ -18,6 +18,7 @@ from training.contract.store.manifest import Derivation, Source
 
 Settings = dict[str, Any]
 
+STAGE_TAG = "pedigree/stage"
 GPU_POOL = "gpu"  # one step at a time, unless dagster.yaml sets another limit
 
 
@@ -88,12 +89,12 @@ def _released_model_settings(recipe: Recipe) -> Settings:
 class Node:
     """An asset.
 
-    `needs`: its direct dependencies. `may_need`: further dependencies in some recipes. `reads`: the fields of the recipe it
-    reads itself. `spec`: the dependency with its settings; such an asset reads no fields. `version`: the version of its
-    algorithm; raise it when the same inputs shall give another result.
+    `stage`: the part of the work, a tag in Dagster. `needs`: its direct dependencies. `may_need`: further dependencies in some
+    recipes. `reads`: the fields of the recipe it reads itself. `spec`: the dependency with its settings; such an asset reads no
+    fields. `version`: the version of its algorithm; raise it when the same inputs shall give another result.
     """
 
-    group: str
+    stage: str
     kinds: tuple[str, ...]
     description: str
     needs: tuple[str, ...] = ()

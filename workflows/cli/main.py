@@ -1,5 +1,6 @@
 """The command `pedigree`: its subcommands, their functions, and the output of results."""
 
+import difflib
 import logging
 import sys
 import warnings
@@ -47,6 +48,16 @@ from workflows.orchestration.resources import build_services, pedigree_home, pre
 from workflows.recipes.discovery import LoadedRecipe, find_recipes
 from workflows.state.status import status as find_status
 
+
+class AssetName(click.Choice[str]):
+    """The name of an asset. An unknown one is answered by the most similar name, if any."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        similar = difflib.get_close_matches(str(value), self.choices, n=1)
+        suggestion = f"Did you mean {similar[0]!r}? " if similar else ""
+        return suggestion + super().get_invalid_choice_message(value, ctx)
+
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 _recipe = click.argument("recipe")
 
@@ -70,7 +81,7 @@ def main() -> None:
 @_recipe
 @click.option(
     "--select",
-    type=click.Choice(list(GRAPH)),
+    type=AssetName(list(GRAPH)),
     metavar="ASSET",
     help=f"Only this asset and everything upstream of it; one of {', '.join(GRAPH)}.",
 )

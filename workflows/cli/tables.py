@@ -46,10 +46,10 @@ def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
 
 def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
     """Show the assets with their outcome, sampled answers, held-out metrics, the release, and failures at the end."""
-    table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
+    table = Table("asset", "stage", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         outcome, seconds = _coloured(asset.outcome), f"{asset.seconds:.1f}"
-        table.add_row(asset.asset, GRAPH[asset.asset].group, outcome, short(asset.fingerprint), seconds)
+        table.add_row(asset.asset, GRAPH[asset.asset].stage, outcome, short(asset.fingerprint), seconds)
     console.print(table)
     if with_samples and report.samples:
         _samples(console, report.samples)
@@ -103,9 +103,13 @@ def _metrics(console: Console, report: RunReport) -> None:
 
 
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
+    """Show the assets with their state. A cause is shown at its asset, and assets below name that asset."""
+    shown: set[str] = set()
     table = Table("asset", "state", "fingerprint", "cause", title=f"Recipe {pipeline.name}")
     for asset in found:
-        causes = escape("\n".join([*asset.causes, *filter(None, [asset.job])]))
+        lines = [f"because of {cause.partition(': ')[0]}" if cause in shown else cause for cause in asset.causes]
+        shown |= {f"{asset.asset}: {cause}" for cause in asset.causes}
+        causes = escape("\n".join([*dict.fromkeys(lines), *filter(None, [asset.job])]))
         table.add_row(asset.asset, _coloured(asset.state), short(asset.fingerprint), causes)
     console.print(table)
 

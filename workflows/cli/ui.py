@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from assets.execution.run_liveness import fail_orphaned_runs
-from assets.pipeline.pipeline import Services
+from assets.pipeline.pipeline import Services, identifier
 from model_registry.connection import connect, page
 from training.contract.errors import PedigreeError
 from workflows.cli.output import reporting, results, user_console
@@ -25,7 +25,7 @@ from workflows.recipes.discovery import (
     shows_project,
 )
 from workflows.recipes.yaml_file import recipes_in
-from workflows.servers.web_servers import web_servers
+from workflows.servers.web_servers import CODE_LOCATION, web_servers
 
 _port = click.IntRange(1, 65535)
 
@@ -68,7 +68,8 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int, hosts: tuple[str, 
         warn_of_unlimited_gpu(instance)
         reference = instance.get_ref()
     with web_servers(home, reference, registry, (port, mlflow_port), hosts, user_console.print) as pages:
-        results.print(f"Dagster: {pages.dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
+        for address in _graphs(pages.dagster, listed):
+            results.print(f"Dagster: {address}", soft_wrap=True)
         for address in _pages_of_runs(pages.mlflow, services, listed):
             results.print(f"MLflow:  {address}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
@@ -95,6 +96,14 @@ def _pages_of_runs(mlflow: str, services: Services, listed: list[ExtraRecipe]) -
     numbers = (services.tracker.experiment_id(name) for name in dict.fromkeys(_experiments(listed)))
     pages = [page(mlflow, f"experiments/{number}/runs") for number in numbers if number is not None]
     return pages or [page(mlflow, "experiments")]
+
+
+def _graphs(dagster: str, listed: list[ExtraRecipe]) -> list[str]:
+    """Return the address of the graph of each recipe; without a recipe, the list of assets."""
+    groups = [identifier(family) for family in dict.fromkeys(_experiments(listed))]
+    return [f"{dagster}/locations/{CODE_LOCATION}/asset-groups/{group}/lineage" for group in groups] or [
+        f"{dagster}/assets"
+    ]
 
 
 def _experiments(listed: list[ExtraRecipe]) -> Iterator[str]:

@@ -7,7 +7,7 @@ variants and its schedule are unknown.
 
 import dagster as dg
 
-from assets.pipeline.graph import GRAPH
+from assets.pipeline.graph import GRAPH, STAGE_TAG
 from assets.pipeline.pipeline import identifier
 from training.contract.errors import RecipeError, UsageError
 
@@ -40,7 +40,8 @@ def _failing_asset(recipe: str, asset: str, fault: str) -> dg.AssetsDefinition:
     @dg.asset(
         key=[recipe, asset],
         deps=[[recipe, need] for need in node.needs],
-        group_name=node.group,
+        group_name=identifier(recipe),
+        tags={STAGE_TAG: node.stage},
         description=f"The recipe cannot be loaded: {fault}",
     )
     def fail() -> None:

@@ -25,7 +25,7 @@ from workflows.servers.server_processes import LOOPBACK, Processes, Server, serv
 
 # Dagster and uvicorn would search the working directory first. They get the root folder of our packages instead.
 _SOURCE_ROOT = Path(__file__).parents[2]
-_CODE_LOCATION = "workflows.definitions"  # Dagster stores the states of schedules and sensors by this name
+CODE_LOCATION = "workflows.definitions"  # Dagster stores the states of schedules and sensors by this name
 # MLflow compares the `Host` header by `fnmatch`, in which `[[]` is a bracket.
 _LOOPBACK_PATTERNS = ("localhost", "localhost:*", "127.0.0.1", "127.0.0.1:*", "[::1]", "[[]::1]:*")
 
@@ -74,10 +74,10 @@ def _dagster_servers(
 ) -> list[Server]:
     """Return the code server, the daemon and the web server."""
     logs, socket, workspace = home / "dagster", sockets / "code", sockets / "workspace.yaml"
-    location = {"socket": str(socket), "location_name": _CODE_LOCATION}
+    location = {"socket": str(socket), "location_name": CODE_LOCATION}
     workspace.write_text(yaml.safe_dump({"load_from": [{"grpc_server": location}]}))
-    code = [sys.executable, "-m", "dagster", "code-server", "start", "--module-name", _CODE_LOCATION]
-    code += ["--working-directory", str(_SOURCE_ROOT), "--socket", str(socket), "--location-name", _CODE_LOCATION]
+    code = [sys.executable, "-m", "dagster", "code-server", "start", "--module-name", CODE_LOCATION]
+    code += ["--working-directory", str(_SOURCE_ROOT), "--socket", str(socket), "--location-name", CODE_LOCATION]
     code += ["--use-python-environment-entry-point", "--inject-env-vars-from-instance", "--log-level", "warning"]
     daemon = [sys.executable, "-m", "dagster._daemon", "run", "--workspace", str(workspace)]
     web = [sys.executable, "-m", "workflows.servers.dagster_app", str(port), str(workspace)]

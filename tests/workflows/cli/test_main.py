@@ -192,7 +192,7 @@ def test_characters_missing_in_the_encoding_are_escaped():
 def test_an_unknown_asset_is_wrong_use(home):
     done = home.invoke("run", "demo", "--select", "polcy")
     assert done.exit_code == 2
-    assert "polcy" in done.stderr and "policy" in done.stderr
+    assert "Did you mean 'policy'? 'polcy' is not one of" in done.stderr
 
 
 def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):

@@ -207,6 +207,37 @@ def test_the_table_of_a_status_says_why_in_its_last_column():
     ]
 
 
+def test_the_table_of_a_status_shows_each_cause_once():
+    """Assets below name the asset with the cause. So three edits of a template do not fill the screen."""
+    template, rows = "chat template changed: line 2", "2 pairs added"
+    found = [
+        AssetStatus("tokenization_spec", "stale", (template, "max_length 128 -> 64"), FINGERPRINT),
+        AssetStatus("raw_preferences", "stale", (rows,), FINGERPRINT),
+        AssetStatus(
+            "tokenized_pairs",
+            "stale",
+            (f"tokenization_spec: {template}", "tokenization_spec: max_length 128 -> 64", f"raw_preferences: {rows}"),
+            FINGERPRINT,
+        ),
+        AssetStatus("policy", "stale", ("loss.beta 0.1 -> 0.2", f"raw_preferences: {rows}"), FINGERPRINT, "job 7 runs"),
+        AssetStatus("evaluation", "missing", ("never materialized",), None),
+        AssetStatus("released_model", "missing", ("never materialized",), None),
+    ]
+    _, _, *table = text_of(tables.status, WEEKLY, found)
+    assert table == [
+        f"tokenization_spec | stale | 0123456789ab | {template}",
+        "max_length 128 -> 64",
+        f"raw_preferences | stale | 0123456789ab | {rows}",
+        "tokenized_pairs | stale | 0123456789ab | because of tokenization_spec",
+        "because of raw_preferences",
+        "policy | stale | 0123456789ab | loss.beta 0.1 -> 0.2",
+        "because of raw_preferences",
+        "job 7 runs",
+        "evaluation | missing | - | never materialized",
+        "released_model | missing | - | never materialized",
+    ]
+
+
 def test_the_table_of_a_plan_counts_the_work():
     planned = [
         PlannedAsset("reference_logprobs", "reuse", (), {"sequences": 2000, "missing": 0}),

@@ -27,7 +27,7 @@ from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import load_recipe, load_recipes
 from workflows.recipes.scaffold import init_recipe
 
-# By hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+# By hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),
@@ -108,7 +108,7 @@ def test_installed_package_shows_listed_recipes(tmp_path: Path):
 def test_the_graph_of_the_demo(demo):
     found = {
         key.path[1]: (
-            demo.get(key).group_name,
+            demo.get(key).tags["pedigree/stage"],
             {parent.path[1] for parent in demo.get(key).parent_keys},
             demo.get(key).pools == {"gpu"},
         )

@@ -35,7 +35,7 @@ def ui(home: Home, folder):
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[1].removesuffix("/asset-groups")
+        yield process.stdout.readline().split()[1].partition("/locations")[0]
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
