@@ -65,7 +65,7 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     schedules = {s["name"]: s["scheduleState"]["status"] for s in repository["schedules"]}
     sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
     assert schedules == {"small_schedule": "RUNNING"}
-    names = ("small_data_sensor", "small_automation", "wrong_data_sensor")
+    names = ("small_data_sensor", "small_automation", "small_detached_jobs_sensor", "wrong_data_sensor")
     assert sensors == dict.fromkeys(names, "RUNNING")
     types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
     assert types["small_automation"] == "AUTOMATION", "evaluated in a process that knows our condition"
