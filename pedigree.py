@@ -1,28 +1,16 @@
-"""The entry point of the command `pedigree`. The command itself is in `workflows.cli.main`; its imports take seconds.
-
-Ctrl-C during these imports ends the process silently, as nothing has happened yet. Python's handler would print a traceback.
-"""
+"""The entry point of the command `pedigree`. The command itself is in `workflows.cli.main`."""
 
 import os
 import platform
-import signal
 import sys
 from io import TextIOWrapper
 
-from training.contract.system.imports import import_without_gc
+from workflows.cli import main as cli
 
 
 def main() -> None:
     check_linux()
     open_standard_streams()
-    has_python_handler = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # a shell's background job ignores it
-    if has_python_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cli = import_without_gc("workflows.cli.main")
-    if has_python_handler:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 
 

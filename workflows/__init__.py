@@ -7,8 +7,24 @@
 * `orchestration/`: schedules, sensors, the pool, the folders in PEDIGREE_HOME.
 * `servers/`: processes for web pages and models.
 * `state/`: which assets are fresh or stale, and the result of a run.
+
+The component is imported when it is used: it needs Dagster, and `pedigree --help` does not.
 """
 
-from workflows.recipes.component import PreferenceTuning
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workflows.recipes.component import PreferenceTuning
 
 __all__ = ["PreferenceTuning"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("workflows.recipes.component"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,15 +5,13 @@ nothing else; if the command fails without a result, that object has an `error`.
 """
 
 import errno
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
-import click
 import dagster as dg
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -24,6 +22,7 @@ from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import READ_ONLY_HINT, SHARED_HOME_HINT, free_bytes
+from workflows.cli.group import print_json
 from workflows.orchestration import home_faults
 from workflows.orchestration.resources import pedigree_home
 
@@ -48,29 +47,6 @@ class SanitizedConsole(Console):
 
 results = SanitizedConsole(highlight=False)
 user_console = SanitizedConsole(stderr=True, highlight=False)
-
-
-class JsonGroup(click.Group):
-    """Commands that report wrong use on stdout too, as a JSON object, if `--json` is among the arguments."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with _usage_errors_in_json(args):
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with _usage_errors_in_json(ctx.args):
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _usage_errors_in_json(arguments: Sequence[str]) -> Iterator[None]:
-    wants_json = "--json" in arguments  # before click removes it
-    try:
-        yield
-    except click.UsageError as error:
-        if wants_json:
-            print_json({"error": error.format_message()})
-        raise
 
 
 def reporting(command: Callable[P, None]) -> Callable[P, None]:
@@ -152,11 +128,6 @@ def stdout_for_results() -> Iterator[None]:
     finally:
         os.dup2(kept, _STDOUT)
         os.close(kept)
-
-
-def print_json(value: dict[str, Any]) -> None:
-    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode) + "\n")
 
 
 def _with_home(message: str) -> str:

@@ -12,13 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 import sqlalchemy
 from click.testing import CliRunner
 from sqlalchemy.exc import OperationalError
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, check_error, check_values, write_recipe
-from workflows.cli.main import main
+from workflows.cli.main import COMMANDS, main
 from workflows.cli.output import explained, reporting
 
 
@@ -65,7 +66,8 @@ def test_usage_error_with_json_is_json(home, arguments, named):
 
 CHECKED = """
 import subprocess
-from workflows.cli.output import print_json, stdout_for_results
+from workflows.cli.group import print_json
+from workflows.cli.output import stdout_for_results
 try:
     with stdout_for_results():
         print("a check")
@@ -177,7 +179,7 @@ def test_characters_missing_in_the_encoding_are_escaped():
     """By Python's rules for stderr. JSON has its own rules, so that a program reads the original."""
     encodings = ["ascii", "latin-1", "utf-8"]
     source = (
-        "import pedigree, sys; from workflows.cli.output import print_json\n"
+        "import pedigree, sys; from workflows.cli.group import print_json\n"
         "for encoding in sys.argv[1:]:\n"
         "    sys.stdout.reconfigure(encoding=encoding, errors='strict'); pedigree.open_standard_streams()\n"
         "    print('é漢'); print_json({'a': 'é漢😀'})"
@@ -312,3 +314,20 @@ def test_closed_pipe_prints_no_error(home):
     done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_help_has_the_first_sentence_of_each_command_without_its_imports():
+    """Dagster, MLflow and pyarrow take seconds, and the help needs none of them."""
+    context = click.Context(main)
+    assert {name: main.get_command(context, name).get_short_help_str(1000) for name in COMMANDS} == {
+        name: lazy.help for name, lazy in COMMANDS.items()
+    }
+    program = (
+        "import sys; from click.testing import CliRunner; from workflows.cli.main import main\n"
+        "output = CliRunner().invoke(main, ['--help']).output\n"
+        "assert 'rollback' in output, output\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} "
+        "& {'dagster', 'mlflow', 'pyarrow', 'sqlalchemy', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,63 @@
+"""The commands about results: `inspect` for one pair, `compare` for evaluations."""
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from assets.views.pair_page import write_page
+from training.contract.errors import StoreError, UsageError
+from workflows.cli import tables
+from workflows.cli.options import as_json_option, find_free, recipe_argument
+from workflows.cli.output import print_found, reporting, user_console
+from workflows.cli.progress import at_work
+from workflows.commands.compare import compare as do_compare
+from workflows.commands.compare import last_evaluated
+from workflows.commands.inspect_pair import inspect_row, inspection_page
+
+
+@click.command()
+@recipe_argument
+@click.option("--row", type=click.IntRange(min=0), required=True, help="A row of raw_preferences.")
+@click.option("--score", is_flag=True, help="Compute the policy's log-probs if its evaluation lacks them.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the pair as a page to this file.")
+@as_json_option
+@reporting
+def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
+    """Show one pair: its messages, tokens, trained tokens and log-probs."""
+    loaded = find_free(recipe)[0]
+    with at_work() as (services, instance):
+        found = inspect_row(loaded.pipeline, services, instance, row, score)
+    if html is not None:
+        page = inspection_page(loaded.pipeline, found)
+        try:
+            write_page(html, page)
+        except OSError as error:
+            raise StoreError(
+                f"`--html {html}` cannot be written: {error.filename or html}: {error.strerror}; name another file",
+                "unwritable-file",
+            ) from error
+        user_console.print(f"Written: {html.absolute()}", markup=False)
+    print_found(as_json, asdict(found), tables.inspected, found)
+
+
+@click.command()
+@click.argument("recipes", nargs=-1, required=True)
+@click.option("--source", metavar="NAME", help="Use only the held-out pairs of sources with this `name`.")
+@as_json_option
+@reporting
+def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None:
+    """Compare the latest evaluations side by side.
+
+    Show different settings, results, and the paired differences to the first recipe. A single RECIPE is compared with its
+    variants.
+    """
+    found = find_free(recipes[0]) if len(recipes) == 1 else [find_free(recipe)[0] for recipe in recipes]
+    names = [loaded.pipeline.name for loaded in found]
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise UsageError(f"{times} of the recipes to compare are called {name}; name each once", "duplicate-recipe")
+    with at_work() as (services, instance):
+        comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
+    print_found(as_json, asdict(comparison), tables.comparison, comparison)
