@@ -1,4 +1,4 @@
-"""A real Slurm and a real Ray on this machine, which start with the first test that uses them."""
+"""A real Slurm and a real Ray on this machine, for the tests of a module. Their daemons listen on all addresses."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ from tests.training.launch.conftest import PYTHONPATH
 _SECONDS = 60.0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Yield the configuration file of a Slurm of two nodes."""
     if missing := missing_programs():
@@ -36,9 +36,9 @@ def use_slurm(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """Yield a Ray of two nodes. Its sockets need a short path."""
+    """Yield a Ray of two nodes."""
     with ExitStack() as running:
         folder = tmp_path_factory.mktemp("ray")
         cluster = running.enter_context(ray_cluster(folder, {"PYTHONPATH": PYTHONPATH}))

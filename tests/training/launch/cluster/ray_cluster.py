@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 from ray._private.authentication_test_utils import reset_auth_token_state, set_auth_mode, set_auth_token_path
@@ -24,9 +24,10 @@ _START = (sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-addr
 
 @dataclass
 class RayCluster:
-    """`address`: of the Jobs API. `environment`: the variables by which a client may use it."""
+    """`sockets`: a folder for Ray's files. `address`: of the Jobs API. `environment`: the variables by which a client may use it."""
 
     folder: Path
+    sockets: Path
     port: int
     dashboard: int
     environment: dict[str, str]
@@ -45,7 +46,7 @@ class RayCluster:
             "--include-dashboard=true",
             f"--dashboard-port={self.dashboard}",
         ]
-        command += [f"--dashboard-agent-listen-port={free_port(_HOST)}", f"--temp-dir={self.folder}/ray"]
+        command += [f"--dashboard-agent-listen-port={free_port(_HOST)}", f"--temp-dir={self.sockets}"]
         with self._started(command, "head") as process:
             self._wait_for_answer()
             yield process
@@ -90,10 +91,9 @@ def ray_cluster(folder: Path, variables: dict[str, str]) -> Iterator[RayCluster]
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     environment = {**os.environ, **own, **variables}
     authenticate(token)
-    try:
-        yield RayCluster(folder, free_port(_HOST), free_port(_HOST), environment)
-    finally:
-        shutil.rmtree(folder / "ray", ignore_errors=True)
+    # The path of a socket has 107 bytes at most, and Ray adds 60 to this one.
+    with TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+        yield RayCluster(folder, Path(sockets), free_port(_HOST), free_port(_HOST), environment)
 
 
 def authenticate(token: Path) -> None:
