@@ -24,7 +24,10 @@ _START = (sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-addr
 
 @dataclass
 class RayCluster:
-    """`sockets`: a folder for Ray's files. `address`: of the Jobs API. `environment`: the variables by which a client may use it."""
+    """`sockets`: a folder for Ray's files. `address`: of the Jobs API.
+
+    `environment`: the variables by which a client may use the cluster.
+    """
 
     folder: Path
     sockets: Path
