@@ -21,10 +21,12 @@ from typing import BinaryIO
 from training.contract.errors import EngineError, without_code
 from training.contract.protocol.job import Failure, Job
 from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
-from training.launch.cluster.task import write_software
+from training.launch.cluster.task import PORT, write_software
 from training.launch.engine import JobState, Submission, digest_of, has_other_work, name_of
 
 _COMMAND_SECONDS = 60.0
+# The ranks meet at a port that nothing uses on the first node.
+_FIRST_PORT, _PORTS = 20_000, 10_000
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were transmitted"
@@ -194,6 +196,9 @@ rm -f {_quoted(job.error)} {_quoted(exit_status(job))}
 touch {_quoted(started(job))}
 at_limit=
 trap 'at_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))
+while grep -q ": [0-9A-F]*:$(printf %04X $port) " /proc/net/tcp /proc/net/tcp6; do port=$((port + 1)); done
+export {PORT}=$port
 {profile.setup.strip()}
 {step} &
 step=$!

@@ -1,7 +1,7 @@
 """The task of one node of a cluster: check that this machine can run the job, then become torchrun.
 
 `python -P -m training.launch.cluster.task JOB.json SHA256 MODULE`, as the batch script of Slurm starts it on each node. The
-environment has the number of this node and the address of the first one.
+environment has the number of this node, and the address and the port of the first one.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from training.contract.protocol.job import Failure, Job
 from training.launch.cluster.network import interface_of, own_address
 from training.launch.local import environment, torchrun
 
-_FIRST_PORT, _PORTS = 20_000, 10_000
+PORT = "PEDIGREE_PORT"  # the variable with the port at which the ranks meet
 _SHARE = "every machine must have the folder of PEDIGREE_HOME, and the models, at the same path"
 
 
@@ -90,9 +90,8 @@ def main(path: Path, sha256: str, module: str) -> int:
     """Replace this process by that of the job. Return 1 if this machine cannot run it."""
     try:
         job = check_job(path, sha256)
-        port = _FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % _PORTS
         node, first = int(os.environ["SLURM_NODEID"]), os.environ["SLURM_LAUNCH_NODE_IPADDR"]
-        command, variables = command_of(job, module, node, first, port)
+        command, variables = command_of(job, module, node, first, int(os.environ[PORT]))
     except (PedigreeError, OSError) as error:
         report(error, path)
         return 1

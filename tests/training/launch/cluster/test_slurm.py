@@ -1,8 +1,10 @@
 """Jobs in the queue of a real Slurm of two nodes on this machine."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +186,14 @@ def test_job_canceled_by_the_command_of_slurm_leaves_nothing(make_job: MakeJob) 
         run_job(slurm.SlurmEngine(ENGINE, SlurmProfile(), "ranked_program"), job, cancel)
     assert any("has ended: CANCELLED" in note for note in notes)
     assert pids and all_gone(pids)
+
+
+@pytest.mark.system
+def test_job_whose_usual_port_is_taken_uses_the_next_one(make_job: MakeJob, tmp_path: Path) -> None:
+    first = make_job("write")
+    id = submit(first)
+    assert ending(first, id).status == 0
+    job = make_job("write", ranks=2).model_copy(update={"store": tmp_path / "another", "folder": tmp_path / "second"})
+    with socket.create_server(("127.0.0.1", 20_000 + int(id) + 1)):
+        assert submit(job) == str(int(id) + 1)
+        assert ending(job, str(int(id) + 1)).status == 0, job.log.read_text()
