@@ -63,7 +63,7 @@ class Engine(Protocol):
     """Runs jobs."""
 
     def find(self, job: Job) -> Handle | None:
-        """Return a job of the same work that was submitted before and has not ended; None without one. The lock is held."""
+        """Return a live job with the same key, submitted before; None without one. Nothing is changed."""
 
     def submit(self, job: Job, lock: BinaryIO | None = None) -> Handle:
         """Submit the job of `job.path`. Processes on this machine hold `lock` until the last one ends."""

@@ -18,7 +18,7 @@ from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
-from training.launch.engine import Engine, Handle, JobState, Submission
+from training.launch.engine import Engine, Handle, JobState, Submission, has_other_work
 from training.launch.stall import StallDetector
 
 _POLL_SECONDS = 0.1
@@ -45,6 +45,7 @@ def run_job(
     is_canceled: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run `job` to its end, and pass each event to `on_event` immediately. Follow a live job of the same work, if any.
+    A live job with other settings, such as the number of nodes, is canceled first.
 
     A job that resumes from checkpoints repeats its earlier events. Notes tell of the queue and of a long stall. Raise JobFailed
     with the root cause and the path of the log, and also if the job's folder is removed, as no result could be found again.
@@ -54,7 +55,10 @@ def run_job(
     """
     handle: Handle | None = None
     try:
-        if (handle := engine.find(job)) is None:
+        if (handle := engine.find(job)) is not None and has_other_work(job):
+            handle.cancel()
+            handle = None
+        if handle is None:
             write_job(job)
             handle = engine.submit(job, lock)
         status = _follow(handle, job, on_event)
@@ -111,8 +115,8 @@ class QueueNotes:
         """
         if state.text == self._reported.text:
             return None
-        is_other_start = replace(state, start="") == replace(self._reported, start="")
-        if is_other_start and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
+        has_only_moved = replace(state, start="") == replace(self._reported, start="")
+        if has_only_moved and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
             return None
         self._reported, self._when = state, self._clock()
         note = {"event": "note", "time": time.time(), "text": state.text}

@@ -14,8 +14,16 @@ from training.launch.engine import RECORD, Engine, JobState, Submission
 def submitted_jobs(home: Path) -> Iterator[Job]:
     """Yield the jobs whose end no run has seen. Skip those that another version of Pedigree wrote."""
     for record in sorted((home / "jobs").glob(f"*/{RECORD}")):
-        with contextlib.suppress(OSError, ValidationError):
-            yield Job.read(record.with_name("job.json"))
+        if (job := submitted_job(record.parent)) is not None:
+            yield job
+
+
+def submitted_job(folder: Path) -> Job | None:
+    """Return the submitted job of a folder; None without one, or if another version of Pedigree wrote it."""
+    with contextlib.suppress(OSError, ValidationError):
+        if (folder / RECORD).exists():
+            return Job.read(folder / "job.json")
+    return None
 
 
 def live_state(engine: Engine, job: Job) -> JobState | None:

@@ -64,8 +64,10 @@ def silent_ctrl_c() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

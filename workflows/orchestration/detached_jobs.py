@@ -12,11 +12,10 @@ from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.protocol.job import Job
 from training.contract.system.locks import is_held
 from training.launch.live_jobs import live_state, submitted_jobs
+from workflows.orchestration.observations import seconds_between_looks
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
 
-_SECONDS_BETWEEN_LOOKS = 60
-_SECONDS_BETWEEN_LOOKS_AT_A_VARIANT = 600
 _UNFINISHED = [dg.DagsterRunStatus.QUEUED, *BEGUN]
 
 
@@ -26,9 +25,7 @@ def detached_jobs_sensor(pipeline: Pipeline, run: str) -> dg.SensorDefinition:
     @dg.sensor(
         name=f"{pipeline.identifier}_detached_jobs_sensor",
         job_name=run,
-        minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS
-        if pipeline.variant is None
-        else _SECONDS_BETWEEN_LOOKS_AT_A_VARIANT,
+        minimum_interval_seconds=seconds_between_looks(pipeline),
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Follows jobs of {pipeline.name} in Slurm or Ray whose run has ended before them.",
     )

@@ -53,14 +53,16 @@ class Cursor:
         return replace(self, observed=seen)
 
 
+def seconds_between_looks(pipeline: Pipeline) -> int:
+    return _SECONDS_BETWEEN_LOOKS if pipeline.variant is None else _SECONDS_BETWEEN_LOOKS_AT_A_VARIANT
+
+
 def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
     """Return a sensor that reports stale assets with their causes, and requests nothing."""
 
     @dg.sensor(
         name=f"{pipeline.identifier}_status_sensor",
-        minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS
-        if pipeline.variant is None
-        else _SECONDS_BETWEEN_LOOKS_AT_A_VARIANT,
+        minimum_interval_seconds=seconds_between_looks(pipeline),
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Reports stale assets of {pipeline.name} and the causes, on their pages. It starts no run.",
     )

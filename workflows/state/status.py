@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import dagster as dg
-from pydantic import ValidationError
 
 from assets.bodies.release import release_problem
 from assets.inputs.current import ROOTS
@@ -23,10 +22,9 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.identity.fingerprint import short
-from training.contract.protocol.job import Job, job_folder
+from training.contract.protocol.job import job_folder
 from training.contract.store.manifest import Derivation
-from training.launch.engine import RECORD
-from training.launch.live_jobs import live_state
+from training.launch.live_jobs import live_state, submitted_job
 from workflows.state.expected_state import ExpectedState, expect_state
 
 State = Literal["fresh", "stale", "missing"]
@@ -59,13 +57,10 @@ def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance)
 
 def job_state(services: Services, derivation: Derivation | None) -> str | None:
     """Return the state of the live job for `derivation`; None without one. No engine is asked without a record of a job."""
-    if derivation is None or not (folder := job_folder(services.home, derivation)).joinpath(RECORD).exists():
+    job = None if derivation is None else submitted_job(job_folder(services.home, derivation))
+    if job is None or derivation is None or job.derivation.key != derivation.key:
         return None
-    try:
-        job = Job.read(folder / "job.json")
-    except (OSError, ValidationError):
-        return None
-    state = live_state(services.engine, job) if job.derivation.key == derivation.key else None
+    state = live_state(services.engine, job)
     return None if state is None else state.text
 
 

@@ -6,9 +6,16 @@ from typing import BinaryIO
 
 from training.contract.errors import EngineError
 from training.contract.protocol.job import Job
-from training.launch.cluster.engine_file import ENGINE_FILE, LocalSettings, RayProfile, RaySettings, read_engine
+from training.launch.cluster.engine_file import (
+    ENGINE_FILE,
+    LocalSettings,
+    RayProfile,
+    RaySettings,
+    Settings,
+    read_engine,
+)
 from training.launch.cluster.slurm import SlurmEngine
-from training.launch.engine import Engine, Handle
+from training.launch.engine import Engine, Handle, Submission, record_of
 from training.launch.local import LocalEngine
 
 _FORMER_FILE = "nodes.yaml"
@@ -21,7 +28,15 @@ class ConfiguredEngine:
         self._home, self._module = home, module
 
     def find(self, job: Job) -> Handle | None:
-        return self._engine_for(job).find(job)
+        """Return the live job. Raises EngineError, too, if the job was submitted to another engine: it may still run there."""
+        engine = self._engine_for(job)
+        if (record := Submission.read(job)) is not None and record.engine != (named := self._settings().engine):
+            raise EngineError(
+                f"job {record.id} was submitted to {record.engine}, but engine.yaml now names {named}: name {record.engine} "
+                f"there until the job has ended; if it has ended, remove {record_of(job)}",
+                "other-engine",
+            )
+        return engine.find(job)
 
     def submit(self, job: Job, lock: BinaryIO | None = None) -> Handle:
         return self._engine_for(job).submit(job, lock)
@@ -29,8 +44,7 @@ class ConfiguredEngine:
     def _engine_for(self, job: Job) -> Engine:
         if not job.distributed:
             return LocalEngine(self._module)
-        path = self._home / ENGINE_FILE
-        settings = read_engine(path)
+        path, settings = self._home / ENGINE_FILE, self._settings()
         if isinstance(settings, RaySettings):
             return _ray_engine(settings, settings.profile(job.compute.queue, path), self._module)
         if not isinstance(settings, LocalSettings):
@@ -38,6 +52,9 @@ class ConfiguredEngine:
         if job.nodes > 1:
             raise EngineError(self._no_nodes(job.nodes), "no-engine")
         return LocalEngine(self._module)
+
+    def _settings(self) -> Settings:
+        return read_engine(self._home / ENGINE_FILE)
 
     def _no_nodes(self, count: int) -> str:
         former = self._home / _FORMER_FILE

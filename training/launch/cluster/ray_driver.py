@@ -107,8 +107,7 @@ def _run_once(job: Job, sha256: str, module: str, reserved: Reserved) -> int:
         _wait_for(group, job, resources)
         actors = [_actor(group, number, resources) for number in range(job.nodes)]
         first, port = ray.get(actors[0].meeting_point.remote())
-        # Also checks that this is so on the head, which may be another machine.
-        job.error.unlink(missing_ok=True)
+        job.error.unlink(missing_ok=True)  # of an earlier start
         runs = [
             actor.run.remote(job, [sha256, module, str(number), first, str(port)], reserved["threads"])
             for number, actor in enumerate(actors)
@@ -145,7 +144,7 @@ def _actor(group: PlacementGroup, number: int, resources: Resources) -> Any:
 
 
 def _wait_for(group: PlacementGroup, job: Job, resources: Resources) -> None:
-    """Wait until Ray has reserved the nodes. Meanwhile say what is missing."""
+    """Wait until Ray has reserved the nodes. Meanwhile write the missing resources into the placement file."""
     wanted = f"{job.nodes} nodes with {_shown(resources)} each"
     while not group.wait(timeout_seconds=_SECONDS_BETWEEN_LOOKS):
         nodes = [

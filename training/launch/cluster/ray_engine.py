@@ -22,7 +22,7 @@ from training.contract.protocol.job import Failure, Job
 from training.launch.cluster.engine_file import RayProfile, RaySettings
 from training.launch.cluster.ray_files import alive_nodes, read_placement
 from training.launch.cluster.task import write_software
-from training.launch.engine import JobState, Submission, digest_of, has_other_work, name_of
+from training.launch.engine import JobState, Submission, digest_of, name_of
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_WITHOUT_ANSWER = 60.0  # as long as Ray's nodes wait for a lost head
@@ -73,7 +73,7 @@ class RayHandle:
         return JobState("ended", cause, status=_FAILED)
 
     def _keep_output(self, info: JobInfo) -> None:
-        """Add the driver's output to the log, which has that of the nodes."""
+        """Append the driver's output to the log. The nodes write there themselves."""
         try:
             output = self._client.get_job_logs(self.id)
         except (*_AWAY, RuntimeError) as error:
@@ -114,7 +114,6 @@ class RayEngine:
         self._settings, self._profile, self._module = settings, profile, module
 
     def find(self, job: Job) -> RayHandle | None:
-        """Return the live job of the same work. One with other settings, such as the number of nodes, is canceled first."""
         client = self._connect()
         try:
             info = info_of(client, name_of(job))
@@ -122,11 +121,7 @@ class RayEngine:
             raise self._away(error) from error
         if info is None or info.status.is_terminal():
             return None
-        handle = RayHandle(job, client)
-        if has_other_work(job):
-            handle.cancel()
-            return None
-        return handle
+        return RayHandle(job, client)
 
     def submit(self, job: Job, lock: BinaryIO | None = None) -> RayHandle:
         """Submit the job. Raises EngineError if Ray refuses it, or nodes of an earlier job of the same work still run."""
@@ -197,6 +192,6 @@ def info_of(client: JobSubmissionClient, id: str) -> JobInfo | None:
     try:
         return client.get_job_info(id)
     except RuntimeError as error:
-        if "404" in str(error):
+        if "status code 404" in str(error):  # a job's id may hold these digits, too
             return None
         raise ConnectionError(str(error)) from error

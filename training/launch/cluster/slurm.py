@@ -22,7 +22,7 @@ from training.contract.errors import EngineError, without_code
 from training.contract.protocol.job import Failure, Job
 from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
 from training.launch.cluster.task import PORT, write_software
-from training.launch.engine import JobState, Submission, digest_of, has_other_work, name_of
+from training.launch.engine import JobState, Submission, digest_of, name_of
 
 _COMMAND_SECONDS = 60.0
 # The ranks meet at a port that nothing uses on the first node.
@@ -114,14 +114,7 @@ class SlurmEngine:
         self._engine, self._profile, self._module = engine, profile, module
 
     def find(self, job: Job) -> SlurmHandle | None:
-        """Return the live job of the same work. One with other settings, such as the number of nodes, is canceled first."""
-        if (id := find(job)) is None:
-            return None
-        handle = SlurmHandle(job, id)
-        if has_other_work(job):
-            handle.cancel()
-            return None
-        return handle
+        return None if (id := find(job)) is None else SlurmHandle(job, id)
 
     def submit(self, job: Job, lock: BinaryIO | None = None) -> SlurmHandle:
         Submission.of("slurm", "", job).write(job)

@@ -52,8 +52,8 @@ def check_job(path: Path, sha256: str) -> Job:
         if here.get(name) != version
     ]:
         raise EngineError(
-            f"the software of {node} ({sys.executable}) differs from that of the machine that submitted the job: "
-            f"{'; '.join(others)}. Use one environment on all of them, or name it in `python` of engine.yaml",
+            f"{node} ({sys.executable}) has other software than the machine that submitted the job: {'; '.join(others)}. Use "
+            "one environment on all machines, or name it in `python` of engine.yaml",
             "other-software",
         )
     job = Job.model_validate_json(content)

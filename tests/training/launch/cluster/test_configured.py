@@ -113,3 +113,14 @@ def test_queue_notes_tell_each_reason_once_and_a_moving_start_rarely() -> None:
     assert (note := notes.note(held)) is not None and note["is_stuck"] is True
     assert note["text"] == "job 7 waits: JobHeldUser; it cannot start without help: `scontrol release 7`"
     assert told(JobState("running", "job 7 runs on n1")) == "job 7 runs on n1"
+
+
+def test_job_that_was_submitted_to_another_engine_is_not_submitted_again(make_job: MakeJob, tmp_path: Path) -> None:
+    """It may still run there, and both would write the same artifact."""
+    write_job(job := make_job("write"))
+    Submission.of("slurm", "7", job).write(job)
+    with pytest.raises(EngineError) as caught:
+        ConfiguredEngine(tmp_path).find(job)
+    check_error(caught.value, "other-engine", "job 7 was submitted to slurm", "names local", job.folder / "engine.json")
+    Submission.forget(job)
+    assert ConfiguredEngine(tmp_path).find(job) is None

@@ -217,13 +217,24 @@ def test_find_returns_a_live_job_of_the_same_work_only(with_queue: Configured, m
     assert alive(pids) == [] and with_queue.engine.find(job) is None
 
 
-def test_find_with_other_settings_cancels_the_live_job(with_queue: Configured, make_job: MakeJob) -> None:
-    job = make_job("train_for_ever")
+def test_run_job_with_other_settings_replaces_the_live_job(with_queue: Configured, make_job: MakeJob) -> None:
+    """Looking for it, as `status` does, leaves it alone."""
+    job = make_job("wait_for_go")
     with_queue.submit(job)
     pids = first_event(job)["ranks"]
     other = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 7})})
-    assert with_queue.engine.find(other) is None
-    assert alive(pids) == []
+    assert with_queue.engine.find(other) is not None and alive(pids) == pids
+    seen: list[int] = []
+
+    def on_event(event: Event) -> None:
+        if "ranks" in event:
+            assert alive(pids) == []
+            seen.extend(event["ranks"])
+            (job.folder / "go").touch()
+
+    run_job(with_queue.engine, other, on_event)
+    assert seen and set(seen).isdisjoint(pids)
+    assert Store(job.store).find("policy", job.derivation.key) is not None
 
 
 def test_cancel_may_be_called_twice_and_after_the_end(configured: Configured, make_job: MakeJob) -> None:
