@@ -1,7 +1,8 @@
 """Jobs in a cluster of Ray, by its Jobs API. They outlive the process that submitted them.
 
-The entrypoint of a job is `ray_driver.py`, on the head of the cluster. The submission id is the job's name, so Ray itself
-refuses a second job of the same work. `import ray` takes a second, so only `configured.py` imports this module, when needed.
+The entrypoint of a job is `ray_driver.py`, on the head of the cluster. The submission id is the job's name and a number, so Ray
+itself refuses one of two submissions at once. No id is used again: Ray's actor with the id lives on for a moment after the job,
+and a new job would die with it. `import ray` takes a second, so only `configured.py` imports this module, when needed.
 
 Source: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
 """
@@ -14,7 +15,7 @@ import time
 from typing import BinaryIO
 
 from ray.exceptions import RayError
-from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobInfo, JobStatus, JobSubmissionClient
 from requests.exceptions import RequestException
 
 from training.contract.errors import EngineError
@@ -34,8 +35,8 @@ _AWAY = (ConnectionError, RequestException)
 class RayHandle:
     """A job in Ray. Ray is asked every two seconds."""
 
-    def __init__(self, job: Job, client: JobSubmissionClient) -> None:
-        self.log, self._job, self._client, self.id = job.log, job, client, name_of(job)
+    def __init__(self, job: Job, client: JobSubmissionClient, id: str) -> None:
+        self.log, self._job, self._client, self.id = job.log, job, client, id
         self._state, self._asked, self._answered = JobState("unknown"), -math.inf, time.monotonic()
 
     def state(self) -> JobState:
@@ -116,17 +117,15 @@ class RayEngine:
     def find(self, job: Job) -> RayHandle | None:
         client = self._connect()
         try:
-            info = info_of(client, name_of(job))
-        except _AWAY as error:
+            live = _live(_submissions(client, job))
+        except (*_AWAY, RuntimeError) as error:
             raise self._away(error) from error
-        if info is None or info.status.is_terminal():
-            return None
-        return RayHandle(job, client)
+        return None if live is None else RayHandle(job, client, live)
 
     def submit(self, job: Job, lock: BinaryIO | None = None) -> RayHandle:
         """Submit the job. Raises EngineError if Ray refuses it, or nodes of an earlier job of the same work still run."""
         self._wait_for_nodes(job)
-        client, id = self._connect(), name_of(job)
+        client = self._connect()
         job.log.unlink(missing_ok=True)
         write_software(job)
         reserved = {"resources": self._profile.resources_for(job), "threads": self._profile.threads_of(job)}
@@ -134,12 +133,12 @@ class RayEngine:
         driver += [str(job.path), digest_of(job), self._module, json.dumps(reserved)]
         # Ray sends SIGTERM to the driver, and SIGKILL after this time.
         patience = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(job.grace_seconds + _SECONDS_BEYOND_GRACE))}
-        Submission.of("ray", id, job).write(job)
         try:
-            if (info := info_of(client, id)) is not None:
-                if not info.status.is_terminal():
-                    raise EngineError(f"Ray runs job {id} already; run again, which follows it", "ray-refuses")
-                client.delete_job(id)
+            submissions = _submissions(client, job)
+            if (live := _live(submissions)) is not None:
+                raise EngineError(f"Ray runs job {live} already; run again, which follows it", "ray-refuses")
+            id = f"{name_of(job)}-{max(submissions, default=0) + 1}"
+            Submission.of("ray", id, job).write(job)
             client.submit_job(
                 entrypoint=shlex.join(driver),
                 submission_id=id,
@@ -149,8 +148,8 @@ class RayEngine:
             raise self._away(error) from error
         except RuntimeError as error:
             cause = str(error).strip().splitlines()[-1]
-            raise EngineError(f"Ray refuses job {id}: {cause}; correct engine.yaml", "ray-refuses") from error
-        return RayHandle(job, client)
+            raise EngineError(f"Ray refuses job {name_of(job)}: {cause}; correct engine.yaml", "ray-refuses") from error
+        return RayHandle(job, client, id)
 
     def _connect(self) -> JobSubmissionClient:
         try:
@@ -185,6 +184,18 @@ class RayEngine:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).strip()
+
+
+def _submissions(client: JobSubmissionClient, job: Job) -> dict[int, JobDetails]:
+    """Return what Ray knows about the submissions of the job, by their numbers."""
+    prefix = f"{name_of(job)}-"
+    found = {details.submission_id or "": details for details in client.list_jobs()}
+    return {int(id.removeprefix(prefix)): details for id, details in found.items() if id.startswith(prefix)}
+
+
+def _live(submissions: dict[int, JobDetails]) -> str | None:
+    """Return the id of the submission that has not ended; None without one."""
+    return next((found.submission_id for found in submissions.values() if not found.status.is_terminal()), None)
 
 
 def info_of(client: JobSubmissionClient, id: str) -> JobInfo | None:

@@ -71,7 +71,7 @@ def test_live_job_is_not_submitted_again(use_ray: RayCluster, make_job: MakeJob)
     """Ray itself refuses it, even if the submitter knows nothing of the first one."""
     job = make_job("train_for_ever")
     handle = submit(use_ray, job)
-    with pytest.raises(EngineError, match=f"Ray runs job {name_of(job)} already.*ray-refuses"):
+    with pytest.raises(EngineError, match=f"Ray runs job {name_of(job)}-1 already.*ray-refuses"):
         engine_of(use_ray).submit(job)
     handle.cancel()
 
@@ -84,7 +84,7 @@ def test_job_stopped_by_the_command_of_ray_leaves_nothing(use_ray: RayCluster, m
         if "ranks" in event:
             pids.extend([*event["ranks"], event["torchrun"]])
             subprocess.run(
-                [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", "--no-wait", name_of(job)],
+                [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", "--no-wait", f"{name_of(job)}-1"],
                 env={**use_ray.environment, "RAY_ADDRESS": use_ray.address},
                 check=True,
                 capture_output=True,
