@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
+from training.contract.protocol.input_files import rewritten_inputs
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
 from training.launch.engine import Engine, Handle, JobState, Submission, has_other_work
@@ -24,6 +25,7 @@ from training.launch.stall import StallDetector
 _POLL_SECONDS = 0.1
 _SECONDS_BETWEEN_STARTS = 600.0
 _LOG_LINES = 20
+_SHOWN = 3
 _LOG_BYTES = 64 * 1024
 # An entry of torchrun's final report: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
 # With several nodes each line begins with its node's number, and lines of other nodes may come between the two.
@@ -32,6 +34,8 @@ _ENDED = re.compile(
 )
 # How the runtimes of C++ and Rust say so before they abort the process.
 _NO_MEMORY = re.compile(r"std::bad_alloc|memory allocation of \d+ bytes failed")
+# How the kernel ends a process that reads a memory-mapped file beyond its end, because the file was truncated.
+_TRUNCATED = signal.SIGBUS.name
 # faulthandler's list of modules is long and says nothing about the cause.
 _MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 _FRAME = re.compile(r'^  File (".*", line \d+)', re.MULTILINE)
@@ -154,10 +158,13 @@ def _explain(job: Job, log: Path, status: int) -> JobFailed:
         lacks_memory = _NO_MEMORY.search(text) is not None
         if lacks_memory:
             ending += " because it ran out of memory: run it on a machine with more, or with a higher limit"
+        changed = ", ".join(map(str, rewritten_inputs(job)[:_SHOWN])) if _TRUNCATED in ending else ""
+        if changed:
+            ending += f" because {changed} changed while it was read: run again once it is written"
         lines = "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])
         end = f"ends with\n{lines}" if lines else "is empty"
         message = f"{ending}; its log {log} ({free_bytes(job.folder):,} bytes free there) {end}"
-        return JobFailed(message, "out-of-memory" if lacks_memory else None)
+        return JobFailed(message, "out-of-memory" if lacks_memory else "file-changed" if changed else None)
     cause = without_code(failure.message)
     if failure.traceback:
         frames = _FRAME.findall(failure.traceback)  # empty for an exception group

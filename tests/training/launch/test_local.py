@@ -14,8 +14,9 @@ import pytest
 
 from tests.training.launch.living import alive, all_gone, first_event
 from training.contract.errors import JobFailed
+from training.contract.identity.file_stamps import model_stamps
 from training.contract.protocol.events import Event
-from training.contract.protocol.job import Job
+from training.contract.protocol.job import Input, Job
 from training.contract.store.store import Store
 from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalEngine, environment
@@ -152,6 +153,18 @@ def test_run_job_names_a_killed_rank_and_its_signal(make_job: MakeJob) -> None:
     message = run_and_fail(make_job("train_for_ever", ranks=2), kill)
     assert "rank 1 was ended by SIGKILL" in message
     assert not alive(pids)
+
+
+def test_run_job_names_the_file_that_was_truncated_under_a_rank(make_job: MakeJob, tmp_path: Path) -> None:
+    """The kernel ends a process that reads a mapped page beyond the end of its file."""
+    (base := tmp_path / "base").mkdir()
+    (weights := base / "model.safetensors").write_bytes(b"weights")
+    source = Input(kind="base_model", fingerprint="a" * 64, folder=base)
+    job = make_job("read_a_truncated_map", ranks=2)
+    job = job.model_copy(update={"inputs": {"base_model": source}, "stamps": {"base_model": model_stamps(base)}})
+    message = run_and_fail(job, lambda event: None)
+    assert f"rank 1 was ended by SIGBUS because {weights} changed while it was read" in message
+    assert message.endswith("[file-changed]")
 
 
 @pytest.mark.parametrize(

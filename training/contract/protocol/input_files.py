@@ -209,6 +209,16 @@ def reading(folder: Path) -> Iterator[None]:
     files.note_loaded()
 
 
+def rewritten_inputs(job: Job) -> list[Path]:
+    """Return the input files that were written, replaced or removed after their stamps in `job` were taken."""
+    return [
+        job.inputs[name].folder / file
+        for name, stamps in (job.stamps or {}).items()
+        for file, stamp in stamps.items()
+        if name in job.inputs and not same_content(stamp, stamp_of(job.inputs[name].folder / file))
+    ]
+
+
 def check_inputs_unchanged() -> None:
     """Run `InputFiles.check_inputs_unchanged` for the job of this process, if it has one."""
     if watched := _WATCHED.get(None):

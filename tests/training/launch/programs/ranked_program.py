@@ -4,6 +4,7 @@ A rank imports torch, but not the modules of training: they take longer than all
 """
 
 import json
+import mmap
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
             time.sleep(0.01)
     if job.settings["act"] == "rank_1_refuses" and group.rank == 1:
         raise TrainingError("the loss at step 0 is 0.7, expected ln 2")
+    if job.settings["act"] == "read_a_truncated_map" and group.rank == 1:
+        read_truncated_map(job.inputs["base_model"].folder / "model.safetensors")
     if job.settings["act"] == "break":
         raise IndexError("row 12 of 10")
     while job.settings["act"] == "wait_for_go" and not (job.folder / "go").exists():
@@ -40,6 +43,12 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     group.barrier()
     (job.staging / f"rank-{group.rank}.txt").write_text(f"{group.rank} of {group.world}")
     return JobResult(fingerprint="f" * 64, details={"ranks": group.world})
+
+
+def read_truncated_map(file: Path) -> None:
+    with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        os.truncate(file, 0)
+        mapped[0]
 
 
 def exchange(job: Job, group: Group) -> JobResult:
