@@ -4,6 +4,7 @@
 2. Give the accuracy a 95% interval: a few hundred pairs do not support two digits. Give it also by the longer response,
    because policies learn length first, and by named source.
 3. Answer a few prompts with the policy (after) and the reference model (before), up to the stop tokens of the released model.
+   Score the tokens of a few pairs with both, for the report.
 4. On rank 0, write the metrics, one row per pair, the samples and an HTML report. `samples.json` has decoded tokens and is in
    the fingerprint. The report and the details show the messages of the prompts instead.
 
@@ -11,15 +12,17 @@ Legend: V held-out pairs.
 """
 
 import gc
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.contract.config.loss import Loss
 from training.contract.config.recipe import Generation
@@ -31,19 +34,49 @@ from training.contract.store.store import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import load_tokenizer
-from training.data.tokenization.message_text import PairText, read_message_text
+from training.data.tokenization.message_text import read_message_text
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
+from training.evaluation.examples import Sample, examined_positions, worst_pairs
 from training.evaluation.generate import answers, decode, spread_prompts, stop_tokens
-from training.evaluation.report import Report, Sample, WorstPair, render
+from training.evaluation.report import Report, render
+from training.evaluation.token_rewards import ExaminedPairs, TokenLogProbs, score_tokens
+from training.losses.preference import preference_loss
 from training.model.logprobs.self_check import check_exact
 from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import choose_layout
+from training.scoring.accuracy import Accuracy
 from training.scoring.logprob_tails import read_table
 from training.scoring.pairs import ScoredPairs, score_pairs
 
 _SHOWN_CHARACTERS = 500
-_WORST_PAIRS = 10
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The outputs of one model: an answer to each prompt, and the log-probs of the tokens of the examined pairs."""
+
+    answers: list[str]
+    logprobs: TokenLogProbs
+
+
+@dataclass(frozen=True)
+class _Prompting:
+    """What policy and reference model are both asked. `examined` are positions of pairs."""
+
+    prompts: Sequence[Sequence[int]]
+    stops: list[int]
+    tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int
+    drawing: Generation
+    pairs: Pairs
+    examined: Sequence[int]
+
+    def outputs_of(self, model: PreTrainedModel, group: Group) -> _Outputs:
+        """Return the outputs of `model`, on every rank. Collective."""
+        length = self.max_new_tokens
+        texts = answers(model, self.prompts, self.stops, self.tokenizer, length, group, self.drawing)
+        return _Outputs(texts, score_tokens(model, self.pairs, self.examined, group))
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
@@ -65,17 +98,20 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     events.phase("sample answers of the policy and of the reference model")
     stops = stop_tokens(policy.config, tokenizer, job.settings)
     drawing = Generation.model_validate(job.settings.get("generation", {}))
-    after = answers(policy, prompts, stops, tokenizer, length, group, drawing)
+    examined = examined_positions(held_out, shown)
+    prompting = _Prompting(prompts, stops, tokenizer, length, drawing, pairs, examined)
+    after = prompting.outputs_of(policy, group)
     del policy
     gc.collect()  # the model is in reference cycles, and memory may hold one model only
-    before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group, drawing)
+    before = prompting.outputs_of(layout.place(before_training.load), group)
     if not group.is_main:
         return JobResult("")
     samples = [
         Sample(int(pairs.rows[i]), decode(tokenizer, prompt), old, new, decode(tokenizer, pairs.response_ids(i)))
-        for i, prompt, old, new in zip(shown, prompts, before, after, strict=True)
+        for i, prompt, old, new in zip(shown, prompts, before.answers, after.answers, strict=True)
     ]
-    return _write(job, held_out, samples, tokenizer)
+    tokens = ExaminedPairs(pairs, examined, after.logprobs, before.logprobs)
+    return _write(job, loss, held_out, samples, tokens, tokenizer)
 
 
 def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
@@ -100,7 +136,14 @@ def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
     return names
 
 
-def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> JobResult:
+def _write(
+    job: Job,
+    loss: Loss,
+    held_out: ScoredPairs,
+    samples: list[Sample],
+    examined: ExaminedPairs,
+    tokenizer: PreTrainedTokenizerBase,
+) -> JobResult:
     """Write the four files into the staging folder. The report is not in the fingerprint, so its layout may change."""
     names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
     names = sorted({name for name in names_V if name is not None})
@@ -112,57 +155,58 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
     if sources:
         columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
-    worst = _worst_pairs(held_out, tokenizer)
-    messages = read_message_text(job, {sample.row for sample in samples} | {pair.row for pair in worst})
-    readable = [
-        replace(sample, prompt=messages[sample.row].prompt) if sample.row in messages else sample for sample in samples
-    ]
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
-    report = Report(
-        policy=short(job.inputs["policy"].fingerprint),
-        reference=short(job.inputs["reference_model"].fingerprint),
-        pairs=short(job.inputs["tokenized_pairs"].fingerprint),
-        metrics=metrics,
-        accuracy=held_out.accuracy(),
-        by_length={kind.replace("_", " "): value for kind, value in held_out.accuracy_by_length().items()},
-        by_source={name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()},
-        margins=columns["margin"],
-        samples=readable,
-        worst=[_with_messages(pair, messages).abridged(_SHOWN_CHARACTERS) for pair in worst],
-    )
+    by_source = {name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()}
+    report = _report(job, loss, held_out, metrics, by_source, samples, examined, tokenizer)
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
     details = {
         "metrics": metrics,
         "sources": [{"source": name, **values} for name, values in source_metrics.items()],
         "interval": list(held_out.accuracy().interval),
-        "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in readable],
+        "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in report.samples],
     }
     return JobResult(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
 
 
-def _with_messages(pair: WorstPair, messages: Mapping[int, PairText]) -> WorstPair:
-    """Return the pair with its messages instead of decoded tokens, if the messages are known."""
-    if (text := messages.get(pair.row)) is None:
-        return pair
-    return replace(pair, prompt=text.prompt, chosen=text.chosen, rejected=text.rejected)
+def _report(
+    job: Job,
+    loss: Loss,
+    held_out: ScoredPairs,
+    metrics: Mapping[str, float],
+    by_source: Mapping[str, Accuracy],
+    samples: Sequence[Sample],
+    examined: ExaminedPairs,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Report:
+    """Return the content of the report, with the messages of the pairs if they are known."""
+    worst = worst_pairs(held_out, tokenizer)
+    messages = read_message_text(job, {sample.row for sample in samples} | {pair.row for pair in worst})
+    prompts = {row: text.prompt for row, text in messages.items()}
+    unmoved = held_out.logprobs.with_policy_at(held_out.logprobs.reference_B2)
+    tokens_B2 = held_out.logprobs.tokens_B2
+    return Report(
+        policy=short(job.inputs["policy"].fingerprint),
+        reference=short(job.inputs["reference_model"].fingerprint),
+        pairs=short(job.inputs["tokenized_pairs"].fingerprint),
+        model_name=_model_name(job.recipe),
+        date=datetime.now(UTC),
+        loss=loss,
+        reference_loss=float(preference_loss(loss, unmoved).losses_B.mean()),
+        metrics=metrics,
+        accuracy=held_out.accuracy(),
+        by_length={kind.replace("_", " "): value for kind, value in held_out.accuracy_by_length().items()},
+        by_source=by_source,
+        margins=held_out.outcome.margins_B.tolist(),
+        length_differences=(tokens_B2[:, 0] - tokens_B2[:, 1]).tolist(),
+        samples=[replace(sample, prompt=prompts.get(sample.row, sample.prompt)) for sample in samples],
+        worst=[pair.with_messages(messages).abridged(_SHOWN_CHARACTERS) for pair in worst],
+        rewards=examined.rewards(loss, tokenizer, prompts),
+    )
 
 
-def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
-    """Return the pairs with the greatest loss, worst first. They show wrong labels and weaknesses of the policy."""
-    order = np.argsort(-held_out.outcome.losses_B.numpy(), kind="stable")[:_WORST_PAIRS]
-    pairs, worst = held_out.pairs, []
-    for place in order:
-        index = int(held_out.positions_V[place])
-        worst.append(
-            WorstPair(
-                row=int(pairs.rows[index]),
-                loss=float(held_out.outcome.losses_B[place]),
-                margin=float(held_out.outcome.margins_B[place]),
-                prompt=decode(tokenizer, pairs.prompt_ids(index)),
-                chosen=decode(tokenizer, pairs.response_ids(index)),
-                rejected=decode(tokenizer, pairs.response_ids(index, "rejected")),
-            )
-        )
-    return worst
+def _model_name(recipe: Mapping[str, Any]) -> str:
+    """Return the registered model of a resolved recipe, which has no name of its own; empty if it is missing."""
+    release = recipe.get("release")
+    return str(release.get("model_name", "")) if isinstance(release, dict) else ""
