@@ -17,6 +17,7 @@ from assets.inputs.name_claims import claim_name
 from assets.inputs.recipe_location import add_recipe_location
 from assets.pipeline.graph import GRAPH, STAGE_TAG
 from assets.pipeline.pipeline import Pipeline, Services, emitting
+from assets.views.pages import description, publish_card
 from training.contract.identity.file_hashing import report_hashing_to
 
 _OWNER = "team:preference-tuning"
@@ -37,26 +38,27 @@ _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
 }
 
 
-def build_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
-    """Return the assets of `pipeline`, in the order of the graph."""
-    return [_build_asset(pipeline, asset) for asset in GRAPH]
+def build_assets(pipeline: Pipeline, freshness: dg.FreshnessPolicy | None = None) -> list[dg.AssetsDefinition]:
+    """Return the assets of `pipeline`, in the order of the graph. `freshness`: the policy of the released model."""
+    return [_build_asset(pipeline, asset, freshness if asset == "released_model" else None) for asset in GRAPH]
 
 
-def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
+def _build_asset(pipeline: Pipeline, asset: str, freshness: dg.FreshnessPolicy | None) -> dg.AssetsDefinition:
     node, recipe = GRAPH[asset], pipeline.recipe
 
     @dg.asset(
         key=pipeline.key(asset),
         deps=[pipeline.key(name) for name in node.inputs(recipe)],
         group_name=pipeline.identifier,
-        tags={STAGE_TAG: node.stage},
+        tags=_tags(pipeline, asset),
         kinds=set(node.kinds),
         owners=[_OWNER],
-        description=node.description,
+        description=description(pipeline, asset, node.description),
         code_version=node.code_version(recipe),
         check_specs=check_specs(pipeline, asset),
         automation_condition=ON_CONTENT if recipe.automation.on_change else None,
         pool=node.pool,
+        freshness_policy=freshness,
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         tag_run_with_process(context.instance, context.run, services.home)
@@ -67,6 +69,7 @@ def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
         with explain_interruption(asset_context), report_hashing_to(hashing), add_recipe_location(pipeline):
             result = _BODIES[asset](asset_context)
+        publish_card(services.home, pipeline, asset, result.metadata or {})
         return dg.MaterializeResult(
             metadata={**(result.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
             check_results=result.check_results,
@@ -75,3 +78,14 @@ def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         )
 
     return materialize
+
+
+def _tags(pipeline: Pipeline, asset: str) -> dict[str, str]:
+    """Return tags for Dagster's asset selection, such as `tag:pedigree/stage=training and tag:pedigree/loss=simpo`."""
+    node = GRAPH[asset]
+    return {
+        STAGE_TAG: node.stage,
+        "pedigree/recipe": pipeline.identifier,
+        "pedigree/loss": pipeline.recipe.training.loss.type.value,
+        **({"pedigree/pool": node.pool} if node.pool else {}),
+    }

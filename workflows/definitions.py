@@ -14,7 +14,7 @@ import dagster as dg
 from training.contract.errors import RecipeError
 from workflows.commands.user_checks import assets_built_for
 from workflows.orchestration.pool_wait import wait_patiently
-from workflows.orchestration.resources import pedigree_home, services
+from workflows.orchestration.resources import io_manager, pedigree_home, services
 from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import ExtraRecipe, extra_recipes, load_recipes, recipe_problem, shows_project
 from workflows.recipes.placeholder import placeholder_definitions
@@ -29,11 +29,10 @@ def defs() -> dg.Definitions:
     """
     wait_patiently(pedigree_home)
     listed = [definitions_of(extra) for extra in extra_recipes()]
-    return dg.Definitions.merge(
-        *([_project_definitions(listed)] if DEFS.is_dir() else []),
-        *listed,
-        dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
-    )
+    found = dg.Definitions.merge(*([_project_definitions(listed)] if DEFS.is_dir() else []), *listed)
+    managers = {} if "io_manager" in (found.resources or {}) else {"io_manager": io_manager}  # or the user's own
+    own = dg.Definitions(resources={"services": services, **managers}, executor=dg.in_process_executor)
+    return dg.Definitions.merge(found, own)
 
 
 def _project_definitions(listed: Sequence[dg.Definitions]) -> dg.Definitions:

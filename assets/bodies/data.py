@@ -17,7 +17,9 @@ from assets.inputs.recipe_location import tokenizer_places
 from assets.lineage.pair_diff import pair_changes
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
-from assets.views.metadata import length_histogram, rendered_pairs, table
+from assets.views.column_schema import arrow_columns, parquet_columns
+from assets.views.metadata import length_histogram, optional_table, rendered_pairs
+from assets.views.sentences import of_pairs, of_rows
 from training.contract.errors import DataError
 from training.contract.files.local_files import distinct_names
 from training.contract.identity.fingerprint import short
@@ -62,16 +64,18 @@ def raw_preferences(context: AssetContext) -> dg.MaterializeResult:
     details = materialized.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
-    metadata = {
+    figures = {
         "dagster/row_count": counts["pairs"],
+        **parquet_columns(materialized.artifact.file("preferences.parquet")),
         **{name: count for name, count in counts.items() if name != "pairs"},
         "formats": dg.MetadataValue.json(details["formats"]),
         **_cache_figures(details),
-        "quarantine_reasons": table(reasons, ("reason", "rows")),
-        "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
+        **optional_table("quarantine_reasons", reasons, ("reason", "rows")),
+        **optional_table("quarantine_examples", details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),
     }
-    return materialized.result(metadata, rows_checks(context.pipeline, materialized.artifact))
+    checked = rows_checks(context.pipeline, materialized.artifact)
+    return materialized.result(of_rows(details), {}, figures, checked)
 
 
 def _outdated_names(found: ResolvedData, rows: Artifact) -> list[str]:
@@ -107,15 +111,17 @@ def tokenized_pairs(context: AssetContext) -> dg.MaterializeResult:
     planned_assets = [asset for asset in GRAPH if context.pipeline.key(asset) in planned]
     check_splits(context.pipeline, materialized.artifact, planned_assets)
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
-    metadata = {
+    lengths = context.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"]))
+    figures = {
         "dagster/row_count": details["counts"]["pairs"],
+        **arrow_columns(materialized.artifact.file("pairs.arrow")),
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
-        "dropped_reasons": table(dropped, ("reason", "pairs")),
+        **optional_table("dropped_reasons", dropped, ("reason", "pairs")),
         **_cache_figures(details),
-        "lengths": context.picture("lengths", materialized.artifact, lambda: length_histogram(details["histogram"])),
-        "examples": rendered_pairs(details["examples"]),
+        **rendered_pairs(details["examples"]),
     }
-    return materialized.result(metadata, pairs_checks(context.pipeline, materialized.artifact))
+    checked = pairs_checks(context.pipeline, materialized.artifact)
+    return materialized.result(of_pairs(details), {"lengths": lengths}, figures, checked)
 
 
 def _cache_figures(details: Mapping[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import dagster as dg
+import pyarrow.parquet as pq
 
 from assets.bodies import checks
 from assets.bodies.policy import delivered_run
@@ -13,10 +14,14 @@ from assets.execution.asset_context import AssetContext
 from assets.execution.materialize import JobSpec, materialize
 from assets.lineage.settings_diff import setting_changes
 from assets.pipeline.graph import Settings
-from assets.views.metadata import table
+from assets.views.metadata import figures_table, margin_histogram, optional_table, rounded, sample_answers
+from assets.views.pages import publish_report
+from assets.views.sentences import of_evaluation
 from training.contract.config.loss import Loss
 from training.contract.errors import StoreError
 from training.contract.store.store import Artifact
+
+_SHOWN_SAMPLES = 8  # the report has all of them
 
 
 def evaluation(context: AssetContext) -> dg.MaterializeResult:
@@ -24,17 +29,23 @@ def evaluation(context: AssetContext) -> dg.MaterializeResult:
     _check_loss_of_policy(context, settings["loss"])
     materialized = materialize(context, JobSpec("evaluation", settings))
     artifact = materialized.artifact
-    details = artifact.details
-    metadata = {
-        **{name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")},
-        **_sources_table(details.get("sources")),
-        # A path to copy, because browsers block links from a server's page to a local file.
-        "report": dg.MetadataValue.path(str(artifact.file("report.html"))),
-        "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
+    details, changed = artifact.details, difference(artifact)
+    metrics = {name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")}
+    report = artifact.file("report.html").read_text(encoding="utf-8")
+    links = {
+        "margins": context.picture("margins", artifact, lambda: margin_histogram(_margins(artifact))),
+        **publish_report(context.services.home, context.pipeline, report),
         **_tracking_links(context, artifact),
+        **sample_answers(details["samples"][:_SHOWN_SAMPLES]),
     }
-    results = [checks.accuracy(artifact), _check_leakage(context, artifact), checks.differs(difference(artifact))]
-    return materialized.result(metadata, results)
+    figures = {**_sources_table(details.get("sources")), **figures_table(metrics, {}), **metrics}
+    results = [checks.accuracy(artifact), _check_leakage(context, artifact), checks.differs(changed)]
+    return materialized.result(of_evaluation(details, changed.changed, changed.samples), links, figures, results)
+
+
+def _margins(evaluation: Artifact) -> list[float]:
+    margins: list[float] = pq.read_table(evaluation.file("pairs.parquet"), columns=["margin"])["margin"].to_pylist()
+    return margins
 
 
 def _check_loss_of_policy(context: AssetContext, loss: Settings) -> None:
@@ -59,7 +70,7 @@ def _check_leakage(context: AssetContext, evaluation: Artifact) -> dg.AssetCheck
 
 def _sources_table(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
     """Return the metrics by source as a table, because their names are too long for the page. Old evaluations lack them."""
-    return {"sources": table(rows, tuple(rows[0]))} if rows else {}
+    return optional_table("sources", [rounded(row) for row in rows], tuple(rows[0])) if rows else {}
 
 
 def delivered_evaluation(context: AssetContext, policy: Artifact, evaluation: Artifact) -> str | None:
@@ -83,4 +94,4 @@ def _tracking_links(context: AssetContext, evaluation: Artifact) -> dict[str, An
     if run_id is None:
         return {}
     link = context.services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
-    return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(link)}
+    return {"mlflow": dg.MetadataValue.url(link), "mlflow_run_id": run_id}

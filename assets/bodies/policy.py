@@ -10,10 +10,13 @@ import dagster as dg
 
 from assets.bodies import checks
 from assets.execution.asset_context import AssetContext
+from assets.execution.job_log import log_message
 from assets.execution.materialize import JobSpec, materialize
 from assets.inputs.resolve import locate_champion
 from assets.pipeline.pipeline import Listener
-from assets.views.metadata import reward_curves
+from assets.views.metadata import figures_table, reward_curves, rounded
+from assets.views.pages import publish_charts
+from assets.views.sentences import of_policy
 from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import TrackedRun
 from training.contract.errors import StoreError
@@ -29,17 +32,21 @@ def policy(context: AssetContext) -> dg.MaterializeResult:
     start = _locate_start(context, settings["champion"]) if settings.get("champion") else {}
     materialized = materialize(context, JobSpec("policy", settings, start, during=partial(_track_job, context)))
     artifact = materialized.artifact
-    details = artifact.details
-    metadata = {
+    details, held_out = artifact.details, artifact.details.get("eval", {})
+    links = {
         "rewards": context.picture("rewards", artifact, lambda: reward_curves(details["series"])),
-        "steps": details["steps"],
-        **details["train"],
-        **details.get("eval", {}),
-        "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
-        "provenance": dg.MetadataValue.json(details["provenance"]),
         **_tracking_links(context, artifact),
     }
-    return materialized.result(metadata, [checks.step0(artifact), checks.rewards(artifact)])
+    figures = {
+        **figures_table(held_out, details["train"]),
+        **held_out,
+        "steps": details["steps"],
+        **details["train"],
+        "seconds_by_phase": dg.MetadataValue.json(rounded(details["seconds"])),
+        "provenance": dg.MetadataValue.json(details["provenance"]),
+    }
+    results = [checks.step0(artifact), checks.rewards(artifact)]
+    return materialized.result(of_policy(details, held_out), links, figures, results)
 
 
 def _locate_start(context: AssetContext, champion: str) -> dict[str, Any]:
@@ -90,14 +97,40 @@ def _tracking_links(context: AssetContext, policy: Artifact) -> dict[str, Any]:
     if run_id is None:
         return {}
     tracker.tag(run_id, {"policy": policy.fingerprint})
-    return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(tracker.run_link(run_id))}
+    publish_charts(context.services.home, context.pipeline, link := tracker.run_link(run_id))
+    return {"mlflow": dg.MetadataValue.url(link), "mlflow_run_id": run_id}
 
 
 @contextmanager
 def _track_job(context: AssetContext, job: Job) -> Iterator[Listener]:
-    """Open an MLflow run when the job starts. Yield its listener for the job's events."""
+    """Open an MLflow run when the job starts. Yield its listener for the job's events.
+
+    As soon as the run exists, its link is in the run's log, in the terminal, and on the asset's page.
+    """
     with _open_run(context, job.derivation, job.recipe) as run:
-        yield run.record
+        announced = False
+
+        def on_event(event: Event) -> None:
+            nonlocal announced
+            run.record(event)
+            if not announced and run.run_id is not None:
+                announced = True
+                _announce(context, run.run_id)
+
+        yield on_event
+
+
+def _announce(context: AssetContext, run_id: str) -> None:
+    """Report the link of the live charts. The text is for the page of an asset that has no materialization yet."""
+    link = context.services.tracker.run_link(run_id)
+    publish_charts(context.services.home, context.pipeline, link)
+    log_message(context.services, context.dagster.log, context.asset, f"live charts: {link}")
+    observation = dg.AssetObservation(
+        context.dagster.asset_key,
+        description="It is being trained.",
+        metadata={"mlflow": dg.MetadataValue.url(link), "mlflow_run_id": run_id},
+    )
+    context.dagster.log_event(observation)
 
 
 def _open_run(

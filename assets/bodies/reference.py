@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from logging import Logger
-from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
@@ -13,8 +13,10 @@ from assets.execution.materialize import JobSpec, MaterializedArtifact, material
 from assets.inputs.current import ResolvedInput
 from assets.pipeline.graph import derive
 from assets.pipeline.pipeline import Services
-from assets.views.pair_page import render_page, write_page
+from assets.views.pages import publish_pairs
+from assets.views.pair_page import render_page
 from assets.views.pair_reader import PairReader
+from assets.views.sentences import of_logprobs, of_supervised_tuning
 from training.contract.identity.fingerprint import short
 from training.contract.store.store import Artifact
 
@@ -26,9 +28,9 @@ def reference_model(context: AssetContext) -> dg.MaterializeResult:
         pointer = reference_pointer(
             context.services, context.history.artifact("base_model").fingerprint, context.dagster.log
         )
-        return replace(pointer, changes=input_changes(context)).result({"made_by": "pointer to the base model"})
+        return replace(pointer, changes=input_changes(context)).result("The base model itself.", {}, {})
     model = materialize(context, JobSpec("sft", context.settings))
-    return model.result({"made_by": "supervised tuning on chosen responses", **_numbers(model)})
+    return model.result(of_supervised_tuning(model.artifact.details), {}, _numbers(model))
 
 
 def reference_pointer(services: Services, base_model: str, log: Logger) -> MaterializedArtifact:
@@ -43,29 +45,29 @@ def reference_logprobs(context: AssetContext) -> dg.MaterializeResult:
     table = materialized.artifact
     pairs_fingerprint = table.derivation.inputs["tokenized_pairs"].fingerprint
     pairs = context.services.store.open("tokenized_pairs", pairs_fingerprint)  # the latest may come from another run
-    metadata = {
+    hits, scored = _cache_use(materialized)
+    figures = {
         "dagster/row_count": table.details["pairs"],
-        "page": dg.MetadataValue.path(str(_write_page(context, pairs, table))),
-        **_numbers(materialized),
-        **_cache_use(materialized),
+        **{name: value for name, value in _numbers(materialized).items() if name not in ("hits", "scored")},
+        "cache_hits": hits,
+        "cache_misses": scored,
     }
-    return materialized.result(metadata, [checks.coverage(table, pairs.details["counts"]["pairs"])])
+    checked = [checks.coverage(table, pairs.details["counts"]["pairs"])]
+    return materialized.result(of_logprobs(hits, scored), _page(context, pairs, table), figures, checked)
 
 
-def _write_page(context: AssetContext, pairs: Artifact, table: Artifact) -> Path:
+def _page(context: AssetContext, pairs: Artifact, table: Artifact) -> dict[str, dg.MetadataValue[Any]]:
     """Write a page with a few pairs and the log-probs of their tokens. It is not an artifact: the next one replaces it."""
     reader = PairReader(context.services.store, pairs, table)
     rows = [row for number in reader.spread(_SHOWN_ROWS) if (row := reader.read(number)) is not None]
     page = render_page(f"{context.pipeline.name}: reference log-probs {short(table.fingerprint)}", rows)
-    return write_page(context.services.home / "pages" / f"{context.pipeline.name}-reference_logprobs.html", page)
+    return publish_pairs(context.services.home, context.pipeline, page)
 
 
-def _cache_use(materialized: MaterializedArtifact) -> dict[str, int]:
+def _cache_use(materialized: MaterializedArtifact) -> tuple[int, int]:
     """Return the counts of sequences found in the log-prob cache and of sequences scored by this materialization."""
     details = materialized.artifact.details
-    if materialized.reused:
-        return {"cache_hits": details["sequences"], "cache_misses": 0}
-    return {"cache_hits": details["hits"], "cache_misses": details["scored"]}
+    return (details["sequences"], 0) if materialized.reused else (details["hits"], details["scored"])
 
 
 def _numbers(materialized: MaterializedArtifact) -> dict[str, float]:

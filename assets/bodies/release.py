@@ -30,7 +30,9 @@ from assets.inputs.version_repair import files_problem, restore_files
 from assets.lineage.history import Materialization
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
-from assets.views.metadata import inputs_table, shown_changes
+from assets.views.metadata import inputs_table, rounded, shown_changes
+from assets.views.pages import publish_version
+from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
 from model_registry.gate import Decision
 from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
@@ -193,15 +195,19 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
     is_champion = champion is not None and champion.number == version.number  # the user may have moved the alias since
     if champion is not None and not is_champion:  # `_release` has restored the files of `version`
         restore_files(candidate.context.services, champion)
+    reasons = "; ".join(_reasons(candidate.registry, version, is_champion))
+    link = candidate.registry.link(version)
+    publish_version(candidate.context.services.home, candidate.context.pipeline, link)
     metadata: dict[str, Any] = {
+        "result": dg.MetadataValue.text(of_release(version.name, version.number, is_champion, reasons)),
+        "mlflow": dg.MetadataValue.url(link),
+        "model": f"models:/{version.name}/{version.number}",
+        "champion": "yes" if is_champion else "no",
+        "reasons": reasons,
+        "model_version": str(version.number),
         "outcome": released.outcome,
         "changes": shown_changes(changes),
-        "champion": "yes" if is_champion else "no",
-        "reasons": "; ".join(_reasons(candidate.registry, version, is_champion)),
-        **released.figures,
-        "model_version": str(version.number),
-        "model": f"models:/{version.name}/{version.number}",
-        "mlflow": dg.MetadataValue.url(candidate.registry.link(version)),
+        **rounded(released.figures),
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.derivation.key,
         "key": candidate.derivation.key,

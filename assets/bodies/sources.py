@@ -13,7 +13,8 @@ from assets.execution.materialize import materialize_resolved
 from assets.inputs.current import find_data, find_model, named_files
 from assets.inputs.model_ref import base_model_of
 from assets.inputs.version_repair import restore_named
-from assets.views.metadata import table
+from assets.views.metadata import optional_table
+from assets.views.sentences import of_files, of_model
 from training.contract.identity.fingerprint import short
 
 
@@ -25,11 +26,14 @@ def preference_source(context: AssetContext) -> dg.MaterializeResult:
         {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
         for name, entry in named_files(found.identity).items()
     ]
+    details = materialized.artifact.details
     return materialized.result(
+        of_files(len(files), details["bytes"], rows),
+        {},
         {
+            **optional_table("files", files, ("name", "bytes", "rows", "sha256")),
             "sources": dg.MetadataValue.json([source.settings for source in found.sources]),
-            "files": table(files, ("name", "bytes", "rows", "sha256")),
-        }
+        },
     )
 
 
@@ -38,11 +42,10 @@ def base_model(context: AssetContext) -> dg.MaterializeResult:
     found = find_model(context.pipeline, with_log(context.services, context.dagster.log, "base_model"))
     materialized = materialize_resolved(context, found)
     assert found.located is not None
-    commit = found.located.commit
+    commit, config = found.located.commit, found.located.identity["config"]
+    architecture = " ".join(config.get("architectures") or ["A model"])
     return materialized.result(
-        {
-            "model": dg.MetadataValue.path(str(found.located.folder)),
-            "config": dg.MetadataValue.json(found.located.identity["config"]),
-            **({} if commit is None else {"commit": commit}),
-        }
+        of_model(architecture, materialized.artifact.details),
+        {"model": dg.MetadataValue.path(str(found.located.folder)), **({} if commit is None else {"commit": commit})},
+        {"config": dg.MetadataValue.json(config)},
     )

@@ -18,6 +18,7 @@ from assets.inputs.resolve import LocatedTokenizer
 from assets.inputs.version_repair import restore_files, restore_named
 from assets.pipeline.pipeline import Pipeline
 from assets.views.metadata import verbatim
+from assets.views.sentences import of_evaluation_settings, of_release_files, of_tokenization, of_training
 
 
 def tokenizer_work(pipeline: Pipeline, found: ResolvedTokenizer) -> JobSpec:
@@ -47,11 +48,9 @@ def tokenization_spec(context: AssetContext) -> dg.MaterializeResult:
     materialized = materialize(context, tokenizer_work(context.pipeline, found), found)
     spec = materialized.artifact.json("spec.json")
     return materialized.result(
-        {
-            "spec": dg.MetadataValue.json(spec),
-            "template": verbatim([spec["template"]], "jinja"),
-            "notes": _report_notes(context, materialized),
-        }
+        of_tokenization(spec),
+        _report_notes(context, materialized),
+        {"template": verbatim([spec["template"]], "jinja"), "spec": dg.MetadataValue.json(spec)},
     )
 
 
@@ -59,18 +58,20 @@ def release_spec(context: AssetContext) -> dg.MaterializeResult:
     restore_named(context.services, context.pipeline, tokenizer_of(context.pipeline.recipe))
     found = find_release(context.pipeline, context.services)
     materialized = materialize(context, release_work(context.pipeline, found), found)
-    spec = materialized.artifact.json("spec.json")
-    files = {"files": dg.MetadataValue.json(sorted(materialized.artifact.manifest.files))}
-    notes = _report_notes(context, materialized)
-    return materialized.result({"spec": dg.MetadataValue.json(spec), **files, "notes": notes})
+    spec, files = materialized.artifact.json("spec.json"), sorted(materialized.artifact.manifest.files)
+    return materialized.result(
+        of_release_files(files),
+        _report_notes(context, materialized),
+        {"files": dg.MetadataValue.json(files), "spec": dg.MetadataValue.json(spec)},
+    )
 
 
-def _report_notes(context: AssetContext, materialized: MaterializedArtifact) -> dg.MarkdownMetadataValue:
-    """Return the notes on the artifact. A running job logs them itself; for a reused artifact, log them here."""
+def _report_notes(context: AssetContext, materialized: MaterializedArtifact) -> dict[str, dg.MarkdownMetadataValue]:
+    """Return the notes on the artifact, if any. A running job logs them itself; for a reused artifact, log them here."""
     notes = materialized.artifact.details.get("notes", [])
     for note in notes if materialized.reused else ():
         log_message(context.services, context.dagster.log, context.asset, note)
-    return dg.MetadataValue.md("\n\n".join(notes) or "none")
+    return {"notes": dg.MetadataValue.md("\n\n".join(notes))} if notes else {}
 
 
 def frozen_section(context: AssetContext) -> dg.MaterializeResult:
@@ -81,4 +82,6 @@ def frozen_section(context: AssetContext) -> dg.MaterializeResult:
     if champion is not None:
         restore_files(services, champion)
     found = resolve_root(context.pipeline, services, context.asset)
-    return materialize_resolved(context, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})
+    spec = found.files["spec.json"]
+    sentence = of_training(spec) if context.asset == "training_spec" else of_evaluation_settings(spec)
+    return materialize_resolved(context, found).result(sentence, {}, {"spec": dg.MetadataValue.json(spec)})

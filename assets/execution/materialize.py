@@ -22,7 +22,7 @@ from assets.inputs.current import ResolvedInput
 from assets.inputs.resolve import LocatedModel, locate_base_model, peek_base_model
 from assets.pipeline.graph import derive
 from assets.pipeline.pipeline import Listener, Pipeline, Services, ignore
-from assets.views.metadata import artifact_metadata, shown_changes
+from assets.views.metadata import artifact_metadata, rounded, shown_changes
 from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError, without_code
 from training.contract.identity.file_stamps import Stamps, artifact_stamps, model_stamps, settled
 from training.contract.identity.fingerprint import short
@@ -44,12 +44,22 @@ class MaterializedArtifact:
     reused: bool
     changes: Sequence[str] | None = None
 
-    def result(self, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()) -> dg.MaterializeResult:
-        """Return Dagster's result: data version, metadata of the asset and of the artifact, and checks."""
+    def result(
+        self,
+        sentence: str,
+        links: Mapping[str, Any],
+        figures: Mapping[str, Any],
+        checks: Sequence[dg.AssetCheckResult] = (),
+    ) -> dg.MaterializeResult:
+        """Return Dagster's result: data version, metadata in the order of the page, and checks.
+
+        The page begins with the `sentence` of result, then pictures and `links`. Figures and the artifact's identity follow.
+        """
         outcome = {"outcome": "reused" if self.reused else "computed", "changes": shown_changes(self.changes)}
+        shown = {"result": dg.MetadataValue.text(sentence), **links, **outcome}
         return dg.MaterializeResult(
             data_version=dg.DataVersion(self.artifact.fingerprint),
-            metadata={**outcome, **metadata, **artifact_metadata(self.artifact)},
+            metadata={**shown, **rounded(figures), **artifact_metadata(self.artifact)},
             check_results=checks,
         )
 

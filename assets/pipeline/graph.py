@@ -183,8 +183,8 @@ GRAPH: dict[str, Node] = {
     "policy": Node(
         "training",
         ("pytorch", "mlflow"),
-        "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
-        "`loss` and `rewards/...` belong to the last step, `eval/...` to the held-out pairs after it; memory in MB.",
+        "The model trained with Direct Preference Optimization. `eval/...` belongs to all held-out pairs, other figures to the "
+        "last batch.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
         spec="training_spec",
         pool=GPU_POOL,

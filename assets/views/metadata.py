@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from assets.views.sentences import sized
 from training.contract.identity.fingerprint import short
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact
@@ -16,23 +17,80 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZE_INCHES = (7.0, 3.0)
+_REWARD_NATS = "nats"
+_UNITS = {
+    "loss": "mean of the pairs",
+    "rewards/chosen": _REWARD_NATS,
+    "rewards/rejected": _REWARD_NATS,
+    "rewards/margins": _REWARD_NATS,
+    "rewards/accuracies": "share",
+    "logps/chosen": "nats a response",
+    "logps/rejected": "nats a response",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_mb": "MB",
+    "pairs": "pairs",
+    "prompts": "prompts",
+    "accuracies/chosen_longer": "share",
+    "accuracies/chosen_shorter": "share",
+    "accuracies/same_length": "share",
+}
 
 
 def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Return the metadata of every asset: inputs, identity, folder and size."""
+    """Return the metadata of every asset: inputs, identity, folder and size.
+
+    The size is that of the model or the data if the artifact only records where they are.
+    """
+    recorded = sum(entry.bytes for entry in artifact.manifest.files.values())
     return {
-        "made_from": inputs_table(artifact.derivation),
+        **optional_table("made_from", _inputs(artifact.derivation), ("input", "fingerprint")),
         "fingerprint": artifact.fingerprint,
         "key": artifact.derivation.key,
-        "bytes": sum(entry.bytes for entry in artifact.manifest.files.values()),
+        "size": sized(artifact.details.get("bytes", recorded)),
         "dagster/uri": artifact.folder.as_uri(),
         "folder": dg.MetadataValue.path(str(artifact.folder)),
     }
 
 
 def inputs_table(derivation: Derivation) -> dg.TableMetadataValue:
-    rows = [{"input": name, "fingerprint": short(source.fingerprint)} for name, source in derivation.inputs.items()]
-    return table(rows, ("input", "fingerprint"))
+    return table(_inputs(derivation), ("input", "fingerprint"))
+
+
+def _inputs(derivation: Derivation) -> list[dict[str, str]]:
+    return [{"input": name, "fingerprint": short(source.fingerprint)} for name, source in derivation.inputs.items()]
+
+
+def optional_table(
+    name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]
+) -> dict[str, dg.TableMetadataValue]:
+    """Return the metadata `name` with a table; nothing for an empty one."""
+    return {name: table(rows, columns)} if rows else {}
+
+
+def rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures with four significant digits, for pages and Dagster's plots. Whole numbers stay."""
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
+
+
+def figures_table(held_out: Mapping[str, float], last_batch: Mapping[str, float]) -> dict[str, dg.TableMetadataValue]:
+    """Return a table of figures with their units: of all held-out pairs, then of the last batch, which may be small."""
+    held_out = {name.removeprefix("eval/"): value for name, value in held_out.items()}
+    rows = [
+        {
+            "figure": name,
+            **({"held-out": _cell(held_out[name])} if name in held_out else {}),
+            **({"last batch": _cell(last_batch[name])} if name in last_batch else {}),
+            "unit": _UNITS.get(name, ""),
+        }
+        for name in dict.fromkeys([*held_out, *last_batch])
+    ]
+    columns = ["figure", *(["held-out"] if held_out else []), *(["last batch"] if last_batch else []), "unit"]
+    return optional_table("figures", rows, columns)
+
+
+def _cell(value: float) -> str:
+    is_whole = isinstance(value, int) or abs(value) >= 1000
+    return f"{value:,.0f}" if is_whole else f"{value:.4g}"
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
@@ -52,6 +110,16 @@ def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMet
     axes.set(xlabel="tokens of prompt and response", ylabel="pairs")
     axes.legend()
     return _picture(figure, "sequence lengths")
+
+
+def margin_histogram(margins: Sequence[float]) -> dg.MarkdownMetadataValue:
+    """Draw the reward margins of held-out pairs. A pair to the right of zero is ranked as in the data."""
+    figure = _figure()
+    axes = figure.subplots()
+    axes.hist(margins, bins=40, color="#2a9d8f")
+    axes.axvline(0, color="#264653", linewidth=1)
+    axes.set(xlabel="margin between the rewards of chosen and rejected, in nats", ylabel="held-out pairs")
+    return _picture(figure, "margins of held-out pairs")
 
 
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
@@ -90,13 +158,22 @@ def shown_changes(changes: Sequence[str] | None) -> dg.MarkdownMetadataValue:
     return verbatim(changes)
 
 
-def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
-    """Return pairs as Markdown, in the model's format."""
+def sample_answers(samples: Sequence[Mapping[str, str]]) -> dict[str, dg.MarkdownMetadataValue]:
+    """Return held-out prompts with the answers before and after, one below the other: a row of a table would be cut off."""
+    texts = [
+        f"{sample['prompt']}\n--- before (reference model)\n{sample['before']}\n--- after (policy)\n{sample['after']}"
+        for sample in samples
+    ]
+    return {"samples": verbatim(texts)} if texts else {}
+
+
+def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dict[str, dg.MarkdownMetadataValue]:
+    """Return pairs as Markdown, in the model's format; nothing without pairs."""
     texts = [
         f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
         for pair in examples
     ]
-    return verbatim(texts or ["none"])
+    return {"examples": verbatim(texts)} if texts else {}
 
 
 def verbatim(texts: Sequence[str], language: str = "text") -> dg.MarkdownMetadataValue:

@@ -6,7 +6,6 @@ policy forbids scripts and requests.
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from assets.views.pair_reader import SIDES, TokenizedRow, TokenizedSide
 
@@ -39,12 +38,6 @@ def render_page(title: str, rows: Sequence[TokenizedRow]) -> str:
 </body>
 </html>
 """
-
-
-def write_page(path: Path, page: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _section(row: TokenizedRow) -> str:

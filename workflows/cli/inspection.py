@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from assets.views.pair_page import write_page
+from assets.views.pages import write_page
 from training.contract.errors import StoreError, UsageError
 from workflows.cli import tables
 from workflows.cli.options import as_json_option, find_free, recipe_argument

@@ -14,28 +14,23 @@ from typing import Any, Literal
 import dagster as dg
 import numpy as np
 
-from assets.bodies.data import check_splits, pairs_checks, pairs_work, preferences_work, rows_checks
-from assets.bodies.embedding_check import check_embeddings
-from assets.bodies.reference import reference_pointer
 from assets.bodies.release import release_problem
-from assets.bodies.specs import release_work, tokenizer_work
-from assets.execution.materialize import JobSpec, find_intact, make, publish_resolved
-from assets.inputs.current import ROOTS, find_data, find_model, find_release, find_tokenizer, resolve_root
+from assets.execution.materialize import find_intact
+from assets.inputs.current import ROOTS
 from assets.inputs.recipe_location import add_recipe_location
 from assets.lineage.diff import CORRUPT_RECORD
 from assets.lineage.history import History
 from assets.lineage.pair_diff import pair_changes
-from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_reader import SIDES, read_pairs
-from training.contract.errors import DataError, RegistryError
+from training.contract.errors import RegistryError
 from training.contract.identity.fingerprint import KEY_BYTES
-from training.contract.identity.model_identity import count_parameters
 from training.contract.identity.software import COMPARED, scoring_software
 from training.contract.protocol.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.store import Artifact
-from workflows.recipes.suggested_settings import advice, steps_of
+from workflows.recipes.suggested_settings import advice
+from workflows.state.data_artifacts import DataArtifacts, make_data
 from workflows.state.expected_state import ExpectedState, expect_state
 from workflows.state.status import AssetStatus, job_state, judge
 
@@ -60,7 +55,7 @@ class PlannedAsset:
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """Return the work of a run for every asset, in the order of the graph. Raises the errors of the cheap part of a run."""
     with add_recipe_location(pipeline):
-        cheap = _make_cheap(pipeline, services)
+        cheap = make_data(pipeline, services)
     expected = _repaired_state(pipeline, services)
     history = History(instance, pipeline, services.store)
     planner = _Planner(pipeline, services, cheap, expected, history)
@@ -86,55 +81,10 @@ def sentence(planned: Sequence[PlannedAsset]) -> str:
 
 
 @dataclass(frozen=True)
-class _DataArtifacts:
-    """The artifacts made in the store before planning."""
-
-    source: Artifact
-    spec: Artifact
-    release: Artifact
-    rows: Artifact
-    pairs: Artifact
-    parameters: int
-
-
-def _make_cheap(pipeline: Pipeline, services: Services) -> _DataArtifacts:
-    def made(asset: str, work: JobSpec, **inputs: Artifact) -> Artifact:
-        fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
-        return make(pipeline, services, asset, work, fingerprints, _LOG).artifact
-
-    data, model, tokenizer = find_data(pipeline), find_model(pipeline, services), find_tokenizer(pipeline, services)
-    source, base_model = (publish_resolved(services, found, _LOG).artifact for found in (data, model))
-    for asset in ("training_spec", "evaluation_spec"):
-        publish_resolved(services, resolve_root(pipeline, services, asset), _LOG)
-    spec = made("tokenization_spec", tokenizer_work(pipeline, tokenizer))
-    release = made("release_spec", release_work(pipeline, find_release(pipeline, services)))
-    check_embeddings(pipeline, services, spec)
-    rows = made("raw_preferences", preferences_work(pipeline, data), preference_source=source)
-    _check_passed(rows_checks(pipeline, rows))
-    pairs = made("tokenized_pairs", pairs_work(pipeline), raw_preferences=rows, tokenization_spec=spec)
-    check_splits(pipeline, pairs, GRAPH)
-    check_embeddings(pipeline, services, spec, pairs)
-    _check_passed(pairs_checks(pipeline, pairs))
-    if pipeline.recipe.reference.sft is None:
-        reference_pointer(services, base_model.fingerprint, _LOG)
-    assert model.located is not None  # it is downloaded by now
-    return _DataArtifacts(source, spec, release, rows, pairs, count_parameters(model.located.folder))
-
-
-def _check_passed(results: Sequence[dg.AssetCheckResult]) -> None:
-    """Raise DataError with the message of the run that would end here."""
-    for check in results:
-        if not check.passed:
-            raise DataError(
-                f"a run would end here: the check {check.check_name} failed: {check.description}", "check-failed"
-            )
-
-
-@dataclass(frozen=True)
 class _Planner:
     pipeline: Pipeline
     services: Services
-    cheap: _DataArtifacts
+    cheap: DataArtifacts
     expected: ExpectedState
     history: History
 
@@ -186,7 +136,7 @@ class _Planner:
                 return self._scoring()
             case "policy":
                 return {
-                    "steps": steps_of(recipe.training, counts["train"]),
+                    "steps": recipe.training.steps(counts["train"]),
                     **self._done(asset),
                     "pairs": counts["train"],
                 }

@@ -24,6 +24,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import dagster as dg
+from dagster._utils.schedules import get_smallest_cron_interval
 
 from assets.execution.run_liveness import fail_orphaned_runs
 from assets.execution.stopped_runs import was_stopped
@@ -40,6 +41,7 @@ from training.contract.store.manifest import Derivation
 from workflows.orchestration.detached_jobs import detached_jobs_sensor
 from workflows.orchestration.observations import NOTHING, Cursor, status_sensor
 from workflows.orchestration.resources import build_services, pedigree_home
+from workflows.orchestration.smoke_job import smoke_job
 from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
@@ -67,7 +69,7 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
     )
     automation = pipeline.recipe.automation
     return dg.Definitions(
-        jobs=[retrain, record],
+        jobs=[retrain, record, smoke_job(pipeline)],
         schedules=[_schedule(pipeline, retrain.name)] if automation.cron else [],
         sensors=[detached_jobs_sensor(pipeline, retrain.name), *_sensors(pipeline, record.name)],
     )
@@ -99,6 +101,19 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
             message = 'it is not a schedule; expected five fields such as "0 6 * * 1", Mondays at six'
             raise RecipeError(message, "wrong-schedule") from error
     return schedule
+
+
+def release_freshness(pipeline: Pipeline) -> dg.FreshnessPolicy | None:
+    """Return the policy that the released model was materialized since the previous tick of the schedule.
+
+    None without a schedule. If the intervals between ticks differ, the shortest one counts, so after a longer one the model is
+    late while its run works.
+    """
+    automation = pipeline.recipe.automation
+    if automation.cron is None:
+        return None
+    interval = get_smallest_cron_interval(automation.cron)
+    return dg.FreshnessPolicy.cron(automation.cron, interval, automation.timezone)
 
 
 def _check_timezone(name: str) -> None:
@@ -143,29 +158,29 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Records data, base model and tokenizer of {pipeline.name} after a change.",
     )
-    def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
+    def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         services = build_services(pedigree_home())
         fail_orphaned_runs(context.instance, services.home)
         history = History(context.instance, pipeline, services.store)
+        cursor = Cursor.parse(context.cursor)
         if history.latest("preference_source").fingerprint is None:
-            return dg.SkipReason(f"{pipeline.name} was never materialized; start the first run yourself")
-        expected, cursor = expect_state(pipeline, services), Cursor.parse(context.cursor)
+            return cursor.skip(f"{pipeline.name} was never materialized; start the first run yourself")
+        expected = expect_state(pipeline, services)
         cursor = cursor.observing(context.instance, pipeline, list(judge(history, services, expected)))
         found = [resolved for asset in _LOOKED_AT if (resolved := expected[asset].found) is not None]
         causes = _causes(history, found)
         if not causes:
-            same = dg.SkipReason("data, base model and tokenizer equal the latest materialization")
-            return dg.SensorResult(skip_reason=same, cursor=str(replace(cursor, asked=NOTHING)))
+            same = "data, base model and tokenizer equal the latest materialization"
+            return replace(cursor, asked=NOTHING).skip(same)
         seen = fingerprint("seen", [_identity(resolved, pipeline.recipe) for resolved in found])
         renewed, message = replace(cursor, asked=seen, when=time.time()), "; ".join(causes)
         if _was_stopped(history, found, seen, cursor):
-            stopped = dg.SkipReason(f"the user stopped the run that was to record this: {message}")
-            return dg.SensorResult(skip_reason=stopped, cursor=str(renewed))
+            return renewed.skip(f"the user stopped the run that was to record this: {message}")
         if _was_asked_for(seen, cursor):
-            asked = dg.SkipReason(f"a run was requested already: {message}")
-            return dg.SensorResult(skip_reason=asked, cursor=str(cursor))
+            return cursor.skip(f"a run was requested already: {message}")
         return dg.SensorResult(
-            run_requests=[dg.RunRequest(tags={_CAUSE_TAG: message[:_CAUSE_CHARACTERS]})], cursor=str(renewed)
+            run_requests=[dg.RunRequest(tags={_CAUSE_TAG: message[:_CAUSE_CHARACTERS]})],
+            cursor=renewed.text(f"run requested: {message}"),
         )
 
     return data_sensor

@@ -12,7 +12,7 @@ from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.protocol.job import Job
 from training.contract.system.locks import is_held
 from training.launch.live_jobs import live_state, submitted_jobs
-from workflows.orchestration.observations import seconds_between_looks
+from workflows.orchestration.observations import Cursor, seconds_between_looks
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
 
@@ -29,15 +29,17 @@ def detached_jobs_sensor(pipeline: Pipeline, run: str) -> dg.SensorDefinition:
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Follows jobs of {pipeline.name} in Slurm or Ray whose run has ended before them.",
     )
-    def look(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        home = pedigree_home()
+    def look(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        home, cursor = pedigree_home(), Cursor()
         if not (jobs := list(submitted_jobs(home))):
-            return dg.SkipReason("no run has left a job in the queue of Slurm or Ray")
+            return cursor.skip("no run has left a job in the queue of Slurm or Ray")
         services = build_services(home)
         fail_orphaned_runs(context.instance, home)
         if left := _find_left(jobs, pipeline, services, context.instance, run):
-            return dg.RunRequest(tags={"pedigree/cause": f"nobody follows the job of {left}"})
-        return dg.SkipReason(f"every job of {pipeline.name} in the queue is followed by a run")
+            cause = f"nobody follows the job of {left}"
+            request = dg.RunRequest(tags={"pedigree/cause": cause})
+            return dg.SensorResult(run_requests=[request], cursor=cursor.text(f"run requested: {cause}"))
+        return cursor.skip(f"every job of {pipeline.name} in the queue is followed by a run")
 
     return look
 

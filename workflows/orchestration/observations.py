@@ -7,6 +7,7 @@ only if its cursor shows a new state.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any, Self
 
 import dagster as dg
@@ -19,6 +20,8 @@ from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
 from workflows.state.status import AssetStatus, judge
 
+_AFTER_REASON = " | "
+_REASON_CHARACTERS = 300
 NOTHING = "nothing"  # requested or observed so far
 STATE, CAUSES = "state", "causes"
 
@@ -30,7 +33,8 @@ _SECONDS_BETWEEN_LOOKS_AT_A_VARIANT = 600  # there may be a hundred, and Dagster
 class Cursor:
     """A sensor's memory: the state it last requested a run for, when, and a digest of the last observation.
 
-    It is never empty, as Dagster keeps the old cursor for an empty one.
+    It is never empty, as Dagster keeps the old cursor for an empty one. Its text begins with the reason of the latest tick:
+    the sensor's page shows the cursor, but no skip reason.
     """
 
     asked: str = NOTHING
@@ -39,11 +43,17 @@ class Cursor:
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
-        asked, when, observed, *_ = [*(text or NOTHING).split(" "), "", ""]
+        asked, when, observed, *_ = [*(text or NOTHING).rpartition(_AFTER_REASON)[2].split(" "), "", ""]
         return cls(asked, float(when or 0), observed or NOTHING)
 
-    def __str__(self) -> str:
-        return f"{self.asked} {self.when:.0f} {self.observed}"
+    def text(self, reason: str) -> str:
+        """Return the cursor for Dagster. `reason`: the result of this tick, for the user."""
+        shown = shorten(reason, _REASON_CHARACTERS, placeholder=" ...")
+        return f"{shown}{_AFTER_REASON}{self.asked} {self.when:.0f} {self.observed}"
+
+    def skip(self, reason: str) -> dg.SensorResult:
+        """Return the result of a tick that requests nothing."""
+        return dg.SensorResult(skip_reason=dg.SkipReason(reason), cursor=self.text(reason))
 
     def observing(self, instance: dg.DagsterInstance, pipeline: Pipeline, found: Sequence[AssetStatus]) -> Self:
         """Report the new part of `found`. Return the cursor after that."""
@@ -69,13 +79,13 @@ def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
     def look(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         services = build_services(pedigree_home())
         history = History(context.instance, pipeline, services.store)
+        cursor = Cursor.parse(context.cursor)
         if not any(history.latest(asset).fingerprint for asset in history.assets):
-            return dg.SensorResult(skip_reason=dg.SkipReason(f"{pipeline.name} was never materialized"))
+            return cursor.skip(f"{pipeline.name} was never materialized")
         found = list(judge(history, services, expect_state(pipeline, services)))
-        cursor = Cursor.parse(context.cursor).observing(context.instance, pipeline, found)
         stale = [status.asset for status in found if status.state == "stale"]
-        summary = dg.SkipReason(f"stale: {', '.join(stale)}" if stale else "nothing is stale")
-        return dg.SensorResult(skip_reason=summary, cursor=str(cursor))
+        summary = f"stale: {', '.join(stale)}" if stale else "nothing is stale"
+        return cursor.observing(context.instance, pipeline, found).skip(summary)
 
     return look
 

@@ -42,16 +42,19 @@ def wait_patiently(home: Callable[[], Path]) -> None:
             pools = {_pool_key_for_step(waiting.get_step_by_key(step)) for step in slots.pending_claim_steps()}
             with suppress(DatabaseError):  # the next check tries again
                 for pool in sorted(filter(None, pools)):
-                    check_pool(slots._instance, pool)
+                    check_pool(slots._instance, pool, slots._run_id)
         time.sleep(_SECONDS_ASLEEP)
 
-    def check_pool(instance: dg.DagsterInstance, pool: str) -> None:
+    def check_pool(instance: dg.DagsterInstance, pool: str, waiting: str) -> None:
         fail_orphaned_runs(instance, home())
         storage = instance.event_log_storage
         info = storage.get_concurrency_info(pool)
         runs = ", ".join(sorted(info.active_run_ids))
         if runs and (pool, runs) not in reported:
-            _LOG.warning("waiting for the pool %s, taken by run %s", pool, runs)
+            message = f"waiting for the pool {pool}, taken by run {runs}"
+            _LOG.warning(message)
+            if (run := instance.get_run_by_id(waiting)) is not None:
+                instance.report_engine_event(message, run)  # Dagster's own line is at the level DEBUG
             reported.add((pool, runs))
         if info.assigned_step_count <= info.active_slot_count < info.slot_count:  # a slot is free and not assigned
             assert isinstance(storage, SqlEventLogStorage), "no other storage has slots"

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
+from dagster._config import ConfigType, Field, Shape
+from dagster._core.definitions.definition_config_schema import IDefinitionConfigSchema
+from dagster._core.definitions.job_definition import default_job_io_manager
 from sqlalchemy.exc import DatabaseError
 from yaml import YAMLError
 
@@ -37,7 +40,10 @@ compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: No
 run_monitoring:
   enabled: true
   free_slots_after_run_end_seconds: 30
+freshness: {enabled: true}
 """
+# The file as earlier versions wrote it. The user has not changed it, so it is replaced.
+_EARLIER_DAGSTER_YAML = _DAGSTER_YAML.replace("freshness: {enabled: true}\n", "")
 
 
 def pedigree_home() -> Path:
@@ -65,8 +71,9 @@ def prepare_home(home: Path) -> None:
         for folder in (home, dagster_home):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        if not (dagster_home / "dagster.yaml").exists():
-            write_durably(dagster_home / "dagster.yaml", _DAGSTER_YAML.encode())
+        written = dagster_home / "dagster.yaml"
+        if not written.exists() or written.read_bytes() == _EARLIER_DAGSTER_YAML.encode():
+            write_durably(written, _DAGSTER_YAML.encode())
     except OSError as error:
         raise StoreError(
             f"{folder} cannot be used: {error.strerror or error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a "
@@ -138,8 +145,22 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
     )
 
 
-@dg.resource(description="Store, engine, tracker and registry under PEDIGREE_HOME.")
-def services(context: dg.InitResourceContext) -> Iterator[Services]:
+class _NoSchema(IDefinitionConfigSchema):
+    """Hides a resource in the launchpad: Dagster lists all resources with a schema, also those without any field."""
+
+    def as_field(self) -> Field:
+        return None  # type: ignore[return-value]  # Dagster takes it for a missing schema
+
+    @property
+    def config_type(self) -> ConfigType:
+        """The type on the resource's own page."""
+        return Shape({})  # type: ignore[no-untyped-call]
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _services_of_run(context: dg.InitResourceContext) -> Iterator[Services]:
     """Yield the services of a run. Sign the run before its first step, which may wait hours for a slot in a pool.
 
     All steps use one state of the Hub: if a branch moves meanwhile, the next run takes it.
@@ -150,3 +171,10 @@ def services(context: dg.InitResourceContext) -> Iterator[Services]:
         set_gpu_slots(context.instance, home)
     with pin_hub_revisions():
         yield build_services(home)
+
+
+services = dg.ResourceDefinition(
+    _services_of_run, _NoSchema(), description="Store, engine, tracker and registry under PEDIGREE_HOME."
+)
+# Assets and checks from the user's Python files may pass values by Dagster's default.
+io_manager = dg.IOManagerDefinition(default_job_io_manager.resource_fn, _NoSchema())

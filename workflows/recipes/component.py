@@ -15,7 +15,7 @@ from assets.factory import build_assets
 from assets.pipeline.pipeline import Pipeline, identifier
 from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError, UsageError
-from workflows.orchestration.automation import retraining
+from workflows.orchestration.automation import release_freshness, retraining
 from workflows.recipes.scaffold import RecipeScaffolder
 from workflows.recipes.yaml_file import (
     RECIPE_FILE,
@@ -64,9 +64,10 @@ class PreferenceTuning(dg.Component):
         return cls(pipelines)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Return the assets of all pipelines with their jobs, schedules and sensors."""
-        assets = [asset for pipeline in self.pipelines for asset in build_assets(pipeline)]
-        return dg.Definitions.merge(dg.Definitions(assets=assets), *map(retraining, self.pipelines))
+        """Return the assets of all pipelines with their jobs, schedules and sensors. Schedules are checked first."""
+        runs = [retraining(pipeline) for pipeline in self.pipelines]
+        assets = [asset for pipeline in self.pipelines for asset in build_assets(pipeline, release_freshness(pipeline))]
+        return dg.Definitions.merge(dg.Definitions(assets=assets), *runs)
 
 
 def _check_no_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:

@@ -68,14 +68,9 @@ def _rounded(rate: float) -> float:
     return min(candidates, key=lambda candidate: abs(math.log(candidate / rate)))
 
 
-def steps_of(training: Training, pairs: int) -> int:
-    """Return the number of optimizer steps of a policy."""
-    return training.max_steps or training.epochs * math.ceil(pairs / training.batch_size)
-
-
 def advice(training: Training, pairs: int, parameters: int | None) -> str | None:
     """Return advice on settings if the policy will hardly differ from the reference; None if they suffice."""
-    proposed, steps = propose(pairs, parameters, training.adapter is not None), steps_of(training, pairs)
+    proposed, steps = propose(pairs, parameters, training.adapter is not None), training.steps(pairs)
     changes = _more_steps(training, proposed, steps) if steps * _SLACK < STEPS else []
     model_size = ""
     if _is_slow(training, max(steps, proposed.steps), proposed.learning_rate):
@@ -90,7 +85,7 @@ def advice(training: Training, pairs: int, parameters: int | None) -> str | None
 def general_advice(training: Training, pairs: int) -> str:
     """Return advice if the policy hardly differs although steps and learning rate are as proposed."""
     rate = number(training.optimizer.learning_rate)
-    current = f"{steps_of(training, pairs):,} steps at a learning rate of {rate} were too little"
+    current = f"{training.steps(pairs):,} steps at a learning rate of {rate} were too little"
     return f"{current}; raise training.optimizer.learning_rate, or training.epochs ({_DOCS})"
 
 

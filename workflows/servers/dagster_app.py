@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -13,16 +14,43 @@ from dagster_webserver.version import __version__
 from dagster_webserver.webserver import DagsterWebserver
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
+from assets.views.pages import LINK, PAGES_FOLDER, PAGES_PATH
+from model_registry.connection import PAGES_VARIABLE
 from workflows.servers.same_origin import SameOriginOnly, allowed_hosts
 from workflows.servers.server_processes import LOOPBACK
 
 _POLL_MS = 2000  # as in `dagster dev`
 
 
+class Pages(StaticFiles):
+    """The pages of the latest materializations, with texts from data. They get no scripts and no origin."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Return a file, or a redirect to the address in it."""
+        answer = await super().get_response(path, scope)
+        if isinstance(answer, FileResponse) and path.endswith(LINK):
+            address = Path(answer.path).read_text(encoding="utf-8")
+            return RedirectResponse(_at_current_port(address), headers={"Cache-Control": "no-store"})
+        answer.headers["Content-Security-Policy"] = "sandbox; default-src 'none'; style-src 'unsafe-inline'"
+        answer.headers["Cache-Control"] = "no-cache"
+        return answer
+
+
 class SameOriginWebserver(DagsterWebserver[Any, Any]):
-    """Dagster's web server behind `SameOriginOnly`. Queries need POST: an image on a page can send a GET."""
+    """Dagster's web server behind `SameOriginOnly`. Queries need POST: an image on a page can send a GET.
+
+    It also serves the pages that assets link to.
+    """
+
+    def build_routes(self) -> list[BaseRoute]:
+        """Put the route of the pages before Dagster's, whose last one takes every path."""
+        pages = Pages(directory=Path(os.environ["PEDIGREE_HOME"]) / PAGES_FOLDER, check_dir=False)
+        return [Mount(PAGES_PATH, pages), *super().build_routes()]  # type: ignore[no-untyped-call]
 
     def build_middleware(self) -> list[Middleware]:
         """Put the check in front of all routes, also of websockets."""
@@ -38,6 +66,12 @@ class SameOriginWebserver(DagsterWebserver[Any, Any]):
             return PlainTextResponse("Send GraphQL queries by POST, as JSON.\n", 405, {"Allow": "POST"})
         answer: Response = await super().graphql_http_endpoint(request)
         return answer
+
+
+def _at_current_port(address: str) -> str:
+    """Return the address of an MLflow page on the server of today, which may have another port than its writer's."""
+    server = os.environ.get(PAGES_VARIABLE)
+    return f"{server}/#/{address.partition('/#/')[2]}" if server else address
 
 
 def main(port: str, workspace: str) -> None:

@@ -17,6 +17,7 @@ import yaml
 from dagster._core.instance import InstanceRef
 from dagster._serdes import serialize_value
 
+from assets.views.pages import SERVED_VARIABLE
 from model_registry.connection import PAGES_VARIABLE, is_server, note_address
 from model_registry.registry import Registry
 from model_registry.tracking import artifact_root
@@ -54,7 +55,7 @@ def web_servers(
     """
     port = usable_port(ports[0], report)
     servers: list[Server] = []
-    environment = {ALLOWED_HOSTS_VARIABLE: ",".join(hosts)}
+    environment = {ALLOWED_HOSTS_VARIABLE: ",".join(hosts), SERVED_VARIABLE: "yes"}
     pages = registry.tracking_uri
     if not is_server(registry.tracking_uri):
         servers.append(_mlflow_server(home, registry, usable_port(ports[1], report), hosts))

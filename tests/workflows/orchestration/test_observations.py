@@ -114,7 +114,9 @@ def test_a_cursor_of_an_earlier_version_is_understood(kept):
     cursor = Cursor.parse(kept)
     expected = ("a" * 64, 1700000000.0) if kept and kept != "nothing" else ("nothing", 0.0)
     assert (cursor.asked, cursor.when, cursor.observed) == (*expected, "nothing")
-    assert Cursor.parse(str(cursor)) == cursor
+    for reason in ("nothing is stale", "a | b", "x" * 1000):
+        assert Cursor.parse(cursor.text(reason)) == cursor
+    assert cursor.text("nothing is stale").startswith("nothing is stale | ")
 
 
 def observe_all(conditions: Conditions, state, *causes):

@@ -17,7 +17,6 @@ from workflows.recipes.suggested_settings import (
     number,
     propose,
     size,
-    steps_of,
 )
 
 
@@ -108,7 +107,7 @@ def test_proposed_settings_give_no_advice(pairs: int, parameters: int) -> None:
     found = propose(pairs, parameters)
     assert found.learning_rate is not None
     settings = training(found.learning_rate, batch_size=found.batch_size, epochs=found.epochs)
-    assert steps_of(settings, pairs) == found.steps
+    assert settings.steps(pairs) == found.steps
     assert advice(settings, pairs, parameters) is None
 
 

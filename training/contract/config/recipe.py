@@ -5,6 +5,7 @@ artifact's key. `automation`, `compute` and paths do not change a result, so the
 files count.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -156,6 +157,10 @@ class Training(ConfigSection):
                 "reference model, but it was trained on the champion; use `adapter.export: merged`"
             )
         return self
+
+    def steps(self, pairs: int) -> int:
+        """Return the number of optimizer steps on this number of training pairs."""
+        return self.max_steps or self.epochs * math.ceil(pairs / self.batch_size)
 
 
 class TrainingSpec(Training):
