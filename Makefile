@@ -54,6 +54,7 @@ check: install
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
 	$(BIN)/python -m pytest -q -s tests/benchmarks/hashing.py tests/benchmarks/memo_lookup.py
+	$(BIN)/python -m tests.benchmarks.commands
 	$(BIN)/python -m tests.benchmarks.profile $(BENCH_DATA)
 	$(BIN)/python -m tests.benchmarks.growth
 	$(BIN)/python -m tests.benchmarks.short_prompts $(BENCH_DATA)

@@ -59,7 +59,7 @@ def input_version_tag(asset: dg.AssetKey) -> str:
 
 def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict[dg.AssetKey, Materialization]:
     """Return the latest materialization of each asset."""
-    entries = [record.asset_entry for record in instance.get_asset_records(keys)]
+    entries = [record.asset_entry for record in instance.get_asset_records(keys)] if keys else []
     return {key: Materialization() for key in keys} | {entry.asset_key: _latest(entry) for entry in entries}
 
 
@@ -102,8 +102,9 @@ class History:
 
     @cached_property
     def _latest(self) -> dict[dg.AssetKey, Materialization]:
-        latest = latest_of(self.instance, [self.pipeline.key(asset) for asset in self.assets])
-        return latest if self.run_id is None else latest | made_in(self.instance, self.run_id)
+        made = {} if self.run_id is None else made_in(self.instance, self.run_id)
+        others = [key for asset in self.assets if (key := self.pipeline.key(asset)) not in made]
+        return made | latest_of(self.instance, others)
 
     def latest(self, asset: str) -> Materialization:
         return self._latest[self.pipeline.key(asset)]

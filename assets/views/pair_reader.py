@@ -54,8 +54,9 @@ class PairReader:
 
     def spread(self, count: int) -> list[int]:
         """Return at most `count` row numbers, evenly spaced."""
-        rows = self._pairs["row"].to_numpy()
-        return [int(row) for row in rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)]]
+        rows = self._pairs["row"]
+        indices = np.linspace(0, len(rows) - 1, min(count, len(rows))).round()
+        return [rows[int(index)].as_py() for index in indices]  # the column's `to_numpy` would import pandas
 
     def read(self, row: int) -> TokenizedRow | None:
         """Return the pair made from row `row` of `raw_preferences`; None if it was dropped."""

@@ -4,31 +4,28 @@ import contextlib
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from mlflow import MlflowClient
-from mlflow.exceptions import RestException
-from sqlalchemy import make_url
-
+from model_registry import mlflow_api
+from model_registry.client_settings import brief_patience
 from model_registry.database import is_database_away, schema_lock, without_secrets
+from model_registry.records import ClientRecords, Records
+from model_registry.sqlite_records import sqlite_file, sqlite_records
 from training.contract.errors import PedigreeError, RegistryError, RegistryUnavailable, code_of
 from training.contract.system.atomic_io import make_group_writable
 from training.contract.system.locks import locked
 
-# MLflow's defaults (7 retries, 120 s each) would block a run for minutes. Postgres's drivers wait two minutes for a machine
-# without power, as the system does; MySQL's wait ten seconds.
-_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "PGCONNECT_TIMEOUT": "10"}
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 _LONG_SECONDS = 1.0
 DEFAULT_PAGE = "http://127.0.0.1:5000"
-# By default the client repeats a request after a lost answer, and so makes a run or a version twice.
-_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # The message of `requests` when it gives up, with the cause; and the text of the cause, without class name and address.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
 _CAUSE_TEXT = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<text>.*)\1\)""")
@@ -48,7 +45,6 @@ CORRUPT_REMEDY = (
 )
 TRACKING_VARIABLE, REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"
 PAGES_VARIABLE = "PEDIGREE_MLFLOW_UI"  # the address of the web pages of a database
-_ENVIRONMENT = threading.RLock()
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -67,19 +63,56 @@ class Connection:
         self._warned: set[str] = set()
 
     @cached_property
-    def client(self) -> MlflowClient:
+    def client(self) -> "MlflowClient":
         return connect(self.uri)
 
     @contextlib.contextmanager
-    def asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
+    def asking(self, what: str, patient: bool = False) -> "Iterator[MlflowClient]":
         """Yield the client, with short timeouts unless `patient`, as for transfers of files.
 
         Raises RegistryUnavailable if the server does not answer, else RegistryError: "MLflow cannot `what`".
         """
+        with self.explaining(what), contextlib.nullcontext() if patient else brief_patience():
+            yield self.client
+
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[Records]:
+        """Yield the records, only to be read. Raises as `asking`."""
+        with self.explaining(what), self._records() as records:
+            yield records
+
+    def try_request(self, what: str, work: "Callable[[MlflowClient], T]") -> T | None:
+        """Return the result of `work`, done with short timeouts; None if it fails.
+
+        Warn once for each `what`, until it succeeds again.
+        """
+
+        def request() -> T:
+            with brief_patience():
+                return work(self.client)
+
+        return self._try(what, request)
+
+    def try_reading(self, what: str, work: Callable[[Records], T]) -> T | None:
+        """Return the result of `work`, which only reads records; None if it fails, as in `try_request`."""
+
+        def read() -> T:
+            with self._records() as records:
+                return work(records)
+
+        return self._try(what, read)
+
+    @contextlib.contextmanager
+    def _records(self) -> Iterator[Records]:
+        with sqlite_records(self.uri) as found, brief_patience():
+            yield found or ClientRecords(self.client)
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Raise what the block raises as `asking` does."""
         started = time.monotonic()
         try:
-            with contextlib.nullcontext() if patient else _brief_patience():
-                yield self.client
+            yield
         except PedigreeError:
             raise
         except Exception as error:  # of MLflow, a database, the disk, or the client of a cloud
@@ -87,17 +120,12 @@ class Connection:
             # Dagster shows the message of every cause, and this one may contain the password of the address.
             raise failure from (error if shown(self.uri) == self.uri else None)
 
-    def try_request(self, what: str, work: Callable[[MlflowClient], T]) -> T | None:
-        """Return the result of `work`, done with short timeouts; None if it fails.
-
-        Warn once for each `what`, until it succeeds again.
-        """
+    def _try(self, what: str, request: Callable[[], T]) -> T | None:
         started = time.monotonic()
         if started < self._away_until:
             return None
         try:
-            with _brief_patience():
-                result = work(self.client)
+            result = request()
         except Exception as error:  # of a database, a network or a disk
             ended = time.monotonic()
             self.failure = failure = self._failure(what, error, ended - started)
@@ -112,7 +140,7 @@ class Connection:
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
         message = f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}"
-        if _sqlite_file(self.uri) and _CORRUPT.search(message):
+        if sqlite_file(self.uri) and _CORRUPT.search(message):
             message += f"; {CORRUPT_REMEDY}"
         return (
             RegistryUnavailable(message)
@@ -121,7 +149,7 @@ class Connection:
         )
 
 
-def connect(uri: str) -> MlflowClient:
+def connect(uri: str) -> "MlflowClient":
     """Return a client. A new database gets its tables, and an older one its new tables.
 
     This happens under a lock: of two processes at once, one would fail. Raises RegistryError if the driver of a database is
@@ -129,9 +157,8 @@ def connect(uri: str) -> MlflowClient:
     """
     try:
         with _schema_locked(uri):
-            return MlflowClient(
-                uri, registry_uri=uri
-            )  # else the client would use the registry named by the environment
+            # Without `registry_uri` the client would use the registry named by the environment.
+            return mlflow_api.MlflowClient(uri, registry_uri=uri)
     except ValueError as error:
         raise RegistryError(
             f"{_variable(uri)} is {shown(uri)!r}; expected the address of a database: {error}", "wrong-server-address"
@@ -149,7 +176,7 @@ def _schema_locked(uri: str) -> Iterator[None]:
     if is_database(uri):
         with schema_lock(uri):
             yield
-    elif database := _sqlite_file(uri):
+    elif database := sqlite_file(uri):
         lock = database.with_name(f"{database.name}.lock")
         with locked(lock):
             if not database.exists():
@@ -159,53 +186,14 @@ def _schema_locked(uri: str) -> Iterator[None]:
         yield
 
 
-def _sqlite_file(uri: str) -> Path | None:
-    """Return the file of a SQLite database, else None. The address may end in options such as `?timeout=60`."""
-    return Path(make_url(uri).database or "") if uri.startswith(_SQLITE) else None
-
-
 def _make_tables(database: Path, lock: Path) -> None:
     """Make the tables under a temporary file name: MLflow can neither use nor finish tables from a killed process."""
     unfinished = database.with_name(f"{database.name}.new")
     for leftover in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         leftover.unlink(missing_ok=True)
-    MlflowClient(f"{_SQLITE}{unfinished}")
+    mlflow_api.MlflowClient(f"{_SQLITE}{unfinished}")
     make_group_writable([unfinished], lock)
     unfinished.rename(database)
-
-
-def _brief_patience() -> contextlib.AbstractContextManager[None]:
-    """Let MLflow's client give up after seconds, unless the user has set its timeouts. Not for uploads of models."""
-    return _environment({name: value for name, value in _BRIEF.items() if name not in os.environ})
-
-
-def without_retries() -> contextlib.AbstractContextManager[None]:
-    """Let MLflow's client send each request once. After a failure, check whether it took effect nevertheless."""
-    return _environment(_ONCE)
-
-
-def quiet() -> contextlib.AbstractContextManager[None]:
-    """Keep MLflow's client from printing links to stdout, where a command prints its JSON."""
-    return _environment({"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"})
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while. MLflow reads its settings from them at every request.
-
-    One thread at a time: of two, the last to leave would restore the other's values, for all later runs of this process.
-    """
-    with _ENVIRONMENT:
-        previous = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in previous.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def retry_while_unavailable(
@@ -232,7 +220,7 @@ def retry_while_unavailable(
 def is_away(error: Exception) -> bool:
     """Return whether a server, a database or an object store gave no answer, or a server only internal errors."""
     message = str(error)
-    if isinstance(error, RestException) and error.json.get("error_code") in _FAULTS_OF_SERVER:
+    if isinstance(error, mlflow_api.RestException) and error.json.get("error_code") in _FAULTS_OF_SERVER:
         return True
     return is_database_away(message) or any(pattern.search(message) for pattern in (_GAVE_UP, _UNANSWERED, _FILES_AWAY))
 
@@ -273,7 +261,7 @@ def note_address(uri: str, address: str) -> None:
 
 
 def _note_of_address(uri: str) -> Path | None:
-    database = _sqlite_file(uri)
+    database = sqlite_file(uri)
     return None if database is None else database.with_name("served-at.txt")
 
 

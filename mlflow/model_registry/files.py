@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
-from mlflow.artifacts import list_artifacts
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
+from model_registry import mlflow_api
 from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.tokenizer_files import tokenizer_files
@@ -86,15 +84,19 @@ def put_files(folder: Path, source: str, tracking_uri: str) -> None:
         local.parent.mkdir(parents=True, exist_ok=True)
         move_into_place(folder, local, folder.parent)
     else:
-        get_artifact_repository(source, tracking_uri=tracking_uri).log_artifacts(str(folder))
+        mlflow_api.get_artifact_repository(source, tracking_uri=tracking_uri).log_artifacts(str(folder))
 
 
 def holds_model(source: str, tracking_uri: str) -> bool:
     """Return whether the files at the address `source` include a model; True for an address in a cloud."""
     if urlsplit(source).scheme not in ("", "file", "mlflow-artifacts"):
         return True
-    entries = list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
-    paths = [PurePath(file.path) for file in entries]
+    if local := local_path(source):
+        folder = local / MODEL_FOLDER
+        paths: list[PurePath] = [*folder.iterdir()] if folder.is_dir() else []
+    else:
+        entries = mlflow_api.list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
+        paths = [PurePath(file.path) for file in entries]
     return "config.json" in {name.name for name in paths} and ".safetensors" in {name.suffix for name in paths}
 
 
@@ -143,8 +145,8 @@ def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 def _replace_saved_files(files: VersionFiles, model: Path) -> None:
     """Replace all files saved by MLflow with the weights, config and settings."""
-    for saved in model.iterdir():
-        saved.unlink()
+    shutil.rmtree(model)
+    model.mkdir()
     for folder, patterns in ((files.policy, _WEIGHTS), (files.settings, _SETTINGS)):
         for pattern in patterns:
             for file in folder.glob(pattern):

@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
-
+from model_registry import mlflow_api
 from training.contract.protocol.events import Event
+
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput, Metric
 
 NAME_CHARACTERS = 250
 PARAM_CHARACTERS = 6000
@@ -46,7 +48,7 @@ def tags_of(tags: Mapping[str, Any]) -> dict[str, str]:
     return {_name(name): fit(_text(value), TAG_CHARACTERS) for name, value in tags.items()}
 
 
-def metrics_of(event: Event) -> list[Metric]:
+def metrics_of(event: Event) -> "list[Metric]":
     """Return the metrics of a `step` or `eval` event, non-finite ones included; nothing for other events.
 
     Their timestamp is the event's, so an event logged twice is the same point.
@@ -55,25 +57,25 @@ def metrics_of(event: Event) -> list[Metric]:
         return []
     moment = round(event["time"] * 1000)
     return [
-        Metric(name, float(value), moment, event["step"])
+        mlflow_api.Metric(name, float(value), moment, event["step"])
         for name, value in event.items()
         if name not in _NOT_METRICS and _is_number(value)
     ]
 
 
-def is_finite(metric: Metric) -> bool:
+def is_finite(metric: "Metric") -> bool:
     return math.isfinite(metric.value)
 
 
-def dataset_input(used: DatasetRef) -> DatasetInput:
-    dataset = Dataset(
+def dataset_input(used: DatasetRef) -> "DatasetInput":
+    dataset = mlflow_api.Dataset(
         name=used.name,
         digest=used.fingerprint[:DIGEST_CHARACTERS],
         source_type="local",
         source=json.dumps({"uri": used.source}, ensure_ascii=False),
         profile=json.dumps({"num_rows": sum(used.rows.values()), **used.rows}),
     )
-    return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])
+    return mlflow_api.DatasetInput(dataset, tags=[mlflow_api.InputTag("mlflow.data.context", "training")])
 
 
 def fit(text: str, limit: int) -> str:

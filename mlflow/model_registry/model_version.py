@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
-
-from mlflow.entities.model_registry import ModelVersion
+from typing import TYPE_CHECKING, Self
 
 from training.contract.identity.fingerprint import fingerprint, short
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
 
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
@@ -23,7 +24,7 @@ class Version:
     tags: Mapping[str, str]
 
     @classmethod
-    def of(cls, version: ModelVersion) -> Self:
+    def of(cls, version: "ModelVersion") -> Self:
         return cls(version.name, int(version.version), version.source, dict(version.tags))
 
     def fingerprint_of(self, kind: str) -> str | None:

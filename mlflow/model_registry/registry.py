@@ -11,11 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mlflow import MlflowClient
-from mlflow.artifacts import download_artifacts
-from mlflow.exceptions import MlflowException
-
-from model_registry.connection import Connection, is_server, page, shown, without_retries
+from model_registry import mlflow_api
+from model_registry.client_settings import brief_patience, without_retries
+from model_registry.connection import Connection, is_server, page, shown
 from model_registry.files import (
     MODEL_FOLDER,
     VersionFiles,
@@ -28,6 +26,7 @@ from model_registry.files import (
 )
 from model_registry.mlflow_types import tags_of
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
+from model_registry.records import find_aliases
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.system.locks import locked
@@ -72,12 +71,12 @@ class Registry:
         if source not in {version.source for version in self.versions(name)}:  # do not replace files of a version
             self.store_files(name, source, VersionFiles(policy, tokenizer or policy, settings or policy, evaluation))
         with self._connection.asking(f"register {name}") as client, without_retries():
-            if _find_aliases(client, name) is None:
+            if find_aliases(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
             try:
                 return Version.of(client.create_model_version(name, source, run_id, known, description=description))
-            except MlflowException:
+            except mlflow_api.MlflowException:
                 if found := self.find_version(name, identity):  # the server made it, but its answer was lost
                     return found
                 raise
@@ -95,7 +94,7 @@ class Registry:
 
     def has_files(self, version: Version) -> bool:
         """Return whether the version's model is at its address. In a cloud with its own keys, it is taken to be there."""
-        with self._runs.asking(f"look for the files of {version.name}/{version.number}"):
+        with self._runs.explaining(f"look for the files of {version.name}/{version.number}"), brief_patience():
             return holds_model(version.source, self.tracking_uri)
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
@@ -110,14 +109,8 @@ class Registry:
 
     def versions(self, name: str | None = None) -> list[Version]:
         """Return all versions of the registered model `name`, by default of every model; the latest first."""
-        query = None if name is None else f"name = '{name}'"
-        with self._connection.asking(f"look for versions of {name or 'its models'}") as client:
-            versions, token = [], None
-            while True:
-                batch = client.search_model_versions(query, page_token=token)
-                versions += [Version.of(version) for version in batch]
-                if not (token := batch.token):
-                    return sorted(versions, key=lambda version: version.number, reverse=True)
+        with self._connection.reading(f"look for versions of {name or 'its models'}") as records:
+            return records.versions(name)
 
     def link(self, version: Version) -> str:
         """Return the address of the version's page."""
@@ -125,10 +118,9 @@ class Registry:
         return page(served, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
-        with self._connection.asking(f"look for the champion of {name}") as client:
-            registered = _find_aliases(client, name)
-            number = registered and registered.get("champion")
-            return Version.of(client.get_model_version(name, number)) if number else None
+        with self._connection.reading(f"look for the champion of {name}") as records:
+            number = (records.aliases(name) or {}).get("champion")
+            return records.version(name, number) if number else None
 
     def nominate(self, version: Version) -> None:
         """Point the alias `candidate` at the version."""
@@ -143,7 +135,7 @@ class Registry:
         """
         name, number = version.name, version.number
         with self._connection.asking(f"make version {number} of {name} its champion") as client:
-            champion = (_find_aliases(client, name) or {}).get("champion")
+            champion = (find_aliases(client, name) or {}).get("champion")
             if (champion and int(champion)) != (over and over.number):
                 return False
             if over is not None and over.number != number:
@@ -155,7 +147,9 @@ class Registry:
         """Download the folder `part` of the version's files into the folder `into`. Return its path there."""
         with self._runs.asking(f"download {part} of {version.name}/{version.number}", patient=True):
             source = f"{version.source}/{part}"
-            return Path(download_artifacts(artifact_uri=source, dst_path=str(into), tracking_uri=self.tracking_uri))
+            return Path(
+                mlflow_api.download_artifacts(artifact_uri=source, dst_path=str(into), tracking_uri=self.tracking_uri)
+            )
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
         """Add tags to a version. Return the version with them."""
@@ -183,7 +177,7 @@ class Registry:
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             try:
                 restored = Version.of(client.get_model_version(name, previous))
-            except MlflowException as error:
+            except mlflow_api.MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 raise RegistryError(
@@ -222,13 +216,9 @@ class Registry:
                 f"{address} is not an address of a model; expected models:/name@champion or models:/name/3",
                 "wrong-model-address",
             )
-        self._check_registered(match["name"], match["alias"])
-        with self._connection.asking(f"find {address}") as client:
-            return Version.of(
-                client.get_model_version_by_alias(match["name"], match["alias"])
-                if match["alias"]
-                else client.get_model_version(match["name"], match["number"])
-            )
+        aliases = self._check_registered(match["name"], match["alias"])
+        with self._connection.reading(f"find {address}") as records:
+            return records.version(match["name"], match["number"] or aliases[match["alias"]])
 
     def resolve(self, address: str) -> Path:
         """Return the local folder of the Hugging Face model at an address of `version_at`."""
@@ -251,7 +241,7 @@ class Registry:
         outdated: list[str] = []
         for model in sorted(path for path in self.downloads.glob("[!.]*") if not path.is_symlink()):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
-                numbers = set((_find_aliases(client, model.name) or {}).values())
+                numbers = set((find_aliases(client, model.name) or {}).values())
                 aliased = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
             outdated += sorted(
                 name for folder in model.iterdir() if (name := f"{model.name}/{folder.name}") not in aliased
@@ -265,13 +255,17 @@ class Registry:
             return True
         return False
 
-    def _check_registered(self, name: str, alias: str | None = None) -> None:
-        """Raise UnknownModel if no model is called `name`, RegistryError if it lacks the alias. Both list the known names."""
-        with self._connection.asking(f"look for {name}") as client:
-            aliases = _find_aliases(client, name)
-            known = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
+    def _check_registered(self, name: str, alias: str | None = None) -> dict[str, str]:
+        """Return the aliases of the model `name`, with their versions.
+
+        Raise UnknownModel if it is missing, RegistryError if it lacks `alias`. Both list the known names.
+        """
+        with self._connection.reading(f"look for {name}") as records:
+            aliases = records.aliases(name)
         address = shown(self.uri)
         if aliases is None:
+            with self._connection.asking(f"look for {name}") as client:
+                known = sorted(model.name for model in client.search_registered_models())
             raise UnknownModel(
                 f"no model {name} is registered in {address} (registered: {', '.join(known) or 'none'}); name one of these, "
                 "or first run the recipe that releases it"
@@ -282,6 +276,7 @@ class Registry:
                 "of these, or a version by its number",
                 "unknown-alias",
             )
+        return aliases
 
     def _download(self, version: Version) -> Path:
         """Return a version's model folder. If the version lacks files, the folder is missing.
@@ -298,16 +293,6 @@ class Registry:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 move_into_place(fetched, target, staging)
         return target
-
-
-def _find_aliases(client: MlflowClient, name: str) -> dict[str, str] | None:
-    """Return the aliases of a registered model with their versions, or None for an unknown model."""
-    try:
-        return dict(client.get_registered_model(name).aliases)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
 
 
 def _rolled_back_tag(weights: str) -> str:

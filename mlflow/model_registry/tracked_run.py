@@ -9,13 +9,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag
-
-from model_registry.connection import Connection, quiet
+from model_registry import mlflow_api
+from model_registry.client_settings import quiet
+from model_registry.connection import Connection
 from model_registry.mlflow_types import DatasetRef, dataset_input, is_finite, metrics_of
 from training.contract.protocol.events import Event
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
 
 # Pause between two deliveries, and after a failed one.
 _DELIVER_SECONDS = 2.0
@@ -58,7 +62,7 @@ class TrackedRun:
     No method raises because of the server. It warns at the first failure, and at the end if events are missing.
     """
 
-    def __init__(self, connection: Connection, open_run: Callable[[], Run], plan: RunPlan) -> None:
+    def __init__(self, connection: Connection, open_run: "Callable[[], Run]", plan: RunPlan) -> None:
         self.run_id: str | None = None
         self._connection, self._open_run, self._plan = connection, open_run, plan
         self._pending: dict[Point, Metric] = {}
@@ -86,7 +90,7 @@ class TrackedRun:
     def finish(self, status: str) -> None:
         """Deliver what is pending and set the run's final state: FINISHED, FAILED or KILLED."""
 
-        def work(client: MlflowClient) -> None:
+        def work(client: "MlflowClient") -> None:
             self._deliver(client)
             with quiet():
                 client.set_terminated(self.run_id, status)
@@ -103,7 +107,7 @@ class TrackedRun:
                 self._not_finite.add(metric.key)
                 self._connection.warn(f"not logged to MLflow: {metric.key} is {metric.value} at step {metric.step}")
 
-    def _deliver(self, client: MlflowClient) -> str | None:
+    def _deliver(self, client: "MlflowClient") -> str | None:
         """Deliver all pending metrics. Return the run's id."""
         if self.run_id is None:
             self._begin(client, self._open_run())
@@ -116,12 +120,14 @@ class TrackedRun:
                 del self._pending[point]
         return self.run_id
 
-    def _begin(self, client: MlflowClient, run: Run) -> None:
+    def _begin(self, client: "MlflowClient", run: "Run") -> None:
         """Describe a new run. For a continued one, find out which metrics it already has."""
         run_id = str(run.info.run_id)
         client.update_run(run_id, status="RUNNING")
-        missing = [Param(name, value) for name, value in self._plan.params.items() if name not in run.data.params]
-        tags = [RunTag(name, value) for name, value in self._plan.tags.items()]
+        missing = [
+            mlflow_api.Param(name, value) for name, value in self._plan.params.items() if name not in run.data.params
+        ]
+        tags = [mlflow_api.RunTag(name, value) for name, value in self._plan.tags.items()]
         client.log_batch(run_id, params=missing, tags=tags)  # the client cuts them into requests of a hundred
         if self._plan.dataset is not None and not run.inputs.dataset_inputs:
             client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])

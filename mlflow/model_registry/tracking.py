@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Run
-from mlflow.exceptions import MlflowException
 from sqlalchemy import make_url
 
+from model_registry import mlflow_api
+from model_registry.client_settings import without_retries
 from model_registry.connection import (
     PAGES_VARIABLE,
     REGISTRY_VARIABLE,
@@ -30,11 +29,15 @@ from model_registry.connection import (
     is_server,
     page,
     shown,
-    without_retries,
 )
 from model_registry.mlflow_types import DatasetRef, flatten, is_finite, tags_of
+from model_registry.records import Records, find_runs
 from model_registry.tracked_run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
 
 KEY_TAG = "pedigree.key"
 CHARTS = "model-metrics"  # the name of a run's charts in MLflow's addresses
@@ -135,17 +138,16 @@ class Tracker:
         None if it is missing, or the server does not answer: then replay the events.
         """
 
-        def work(client: MlflowClient) -> str | None:
-            found = client.get_experiment_by_name(experiment)
-            runs = [] if found is None else _find_runs(client, found.experiment_id, key)
-            return next((str(run.info.run_id) for run in runs if run.info.status == "FINISHED"), None)
+        def work(records: Records) -> str | None:
+            runs = records.runs(experiment, KEY_TAG, key)
+            return next((run.run_id for run in runs if run.status == "FINISHED"), None)
 
-        return self._connection.try_request("look for a run", work)
+        return self._connection.try_reading("look for a run", work)
 
     def experiment_id(self, name: str) -> str | None:
         """Return the id of an experiment. None if no experiment has that name, or the server does not answer."""
 
-        def work(client: MlflowClient) -> str | None:
+        def work(client: "MlflowClient") -> str | None:
             found = client.get_experiment_by_name(name)
             return None if found is None or found.lifecycle_stage == "deleted" else str(found.experiment_id)
 
@@ -153,12 +155,17 @@ class Tracker:
 
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
         """Add tags to a run, finished or not. After an outage, the next call adds them."""
+        added = tags_of(tags)
 
-        def work(client: MlflowClient) -> None:
-            for name, value in tags_of(tags).items():
+        def has_tags(records: Records) -> bool:
+            return added.items() <= records.run(run_id).tags.items()
+
+        def work(client: "MlflowClient") -> None:
+            for name, value in added.items():
                 client.set_tag(run_id, name, value)
 
-        self._connection.try_request("tag a run", work)
+        if not self._connection.try_reading("tag a run", has_tags):
+            self._connection.try_request("tag a run", work)
 
     @property
     def is_served(self) -> bool:
@@ -171,11 +178,11 @@ class Tracker:
         If the server does not answer, return the address of its first page.
         """
 
-        def work(client: MlflowClient) -> str:
-            experiment_id = client.get_run(run_id).info.experiment_id
+        def work(records: Records) -> str:
+            experiment_id = records.run(run_id).experiment_id
             return page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}")
 
-        return self._connection.try_request("find the page of a run", work) or page(self.tracking_uri)
+        return self._connection.try_reading("find the page of a run", work) or page(self.tracking_uri)
 
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
         """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`. Return whether the server has both.
@@ -183,41 +190,43 @@ class Tracker:
         A tag, set last, holds the `identity` of the logged evaluation. So the next call after an outage delivers it, a
         repeated call costs one request, and an interrupted one adds no value twice.
         """
-        moment = round(time.time() * 1000)
-        points = [Metric(name, value, moment, step) for name, value in metrics.items()]
 
-        def work(client: MlflowClient) -> bool:
-            if client.get_run(run_id).data.tags.get(_EVALUATION_TAG) == identity:
-                return True
+        def is_logged(records: Records) -> bool:
+            return records.run(run_id).tags.get(_EVALUATION_TAG) == identity
+
+        def work(client: "MlflowClient") -> bool:
+            moment = round(time.time() * 1000)
+            points = [mlflow_api.Metric(name, value, moment, step) for name, value in metrics.items()]
             new = [point for point in self._finite(points) if not _is_latest(client, run_id, point)]
             client.log_batch(run_id, metrics=new)
             client.log_artifact(run_id, str(report), "evaluation")
             client.set_tag(run_id, _EVALUATION_TAG, identity)
             return True
 
-        return bool(self._connection.try_request("log the evaluation; a later run does", work))
+        what = "log the evaluation; a later run does"
+        return bool(self._connection.try_reading(what, is_logged) or self._connection.try_request(what, work))
 
-    def _finite(self, points: list[Metric]) -> list[Metric]:
+    def _finite(self, points: "list[Metric]") -> "list[Metric]":
         if skipped := sorted(point.key for point in points if not is_finite(point)):
             self._connection.warn(f"not logged to MLflow, as not finite: {', '.join(skipped)}")
         return [point for point in points if is_finite(point)]
 
-    def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
+    def _open(self, experiment: str, key: str, plan: RunPlan) -> "Run":
         client = self._connection.client
         experiment_id = self._experiment(client, experiment)
-        if runs := _find_runs(client, experiment_id, key):
+        if runs := find_runs(client, experiment_id, KEY_TAG, key):  # two only if two processes began at the same moment
             return runs[0]
         with without_retries():  # if the answer is lost, the next delivery finds the run
             return client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
 
-    def _experiment(self, client: MlflowClient, name: str) -> str:
+    def _experiment(self, client: "MlflowClient", name: str) -> str:
         """Return the id of the experiment, new or not. Restore an experiment deleted by hand, with its runs."""
         found = client.get_experiment_by_name(name)
         if found is None:
             location = (self._artifact_root / name).as_uri() if self._artifact_root else None
             try:
                 return str(client.create_experiment(name, artifact_location=location))
-            except MlflowException:
+            except mlflow_api.MlflowException:
                 found = client.get_experiment_by_name(name)
                 if found is None:  # else another process made it meanwhile
                     raise
@@ -226,14 +235,7 @@ class Tracker:
         return str(found.experiment_id)
 
 
-def _find_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
-    """Return the runs of a policy, oldest first. Two exist only if two processes began at the same moment."""
-    return list(
-        client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", order_by=["attributes.start_time ASC"])
-    )
-
-
-def _is_latest(client: MlflowClient, run_id: str, point: Metric) -> bool:
+def _is_latest(client: "MlflowClient", run_id: str, point: "Metric") -> bool:
     """Return whether `point` is the value MLflow shows for its metric.
 
     An evaluation may repeat an earlier value after another.

@@ -16,28 +16,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
-
-from huggingface_hub import HfApi, ResolvedRevision, constants, get_cached_repo_tree, snapshot_download
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
-from huggingface_hub.utils.tqdm import tqdm
+from typing import TYPE_CHECKING, Any, Literal
 
 from training.contract.errors import HubError
+from training.contract.files import hub_api
 from training.contract.identity.file_hashing import Tally, digest_file, hash_in_threads
 from training.contract.identity.fingerprint import short
 from training.contract.system.atomic_io import is_disk_full, write_error
 from training.contract.system.progress import Emit, seconds_left
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ResolvedRevision
+    from huggingface_hub.utils.tqdm import tqdm
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5
@@ -50,11 +42,15 @@ _SMALL_FILES = (*CARD_FILES, ".gitattributes")  # any download also caches the l
 _LOG = logging.getLogger(__name__)
 
 
-class _PromptApi(HfApi):
-    """The Hub's client, with a time limit for `repo_info`."""
+@cache
+def _prompt_api() -> "HfApi":
+    """Return the Hub's client, with a time limit for `repo_info`."""
 
-    def repo_info(self, *args: Any, **kwargs: Any) -> Any:
-        return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
+    class PromptApi(hub_api.HfApi):  # type: ignore[misc]
+        def repo_info(self, *args: Any, **kwargs: Any) -> Any:
+            return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
+
+    return PromptApi()
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Repository:
         """Return the same folder; without a cached list of files, the folder may be incomplete."""
         try:
             return replace(self, revision=commit)._snapshot(patterns, ignored, local_files_only=True)
-        except LocalEntryNotFoundError:
+        except hub_api.LocalEntryNotFoundError:
             return None
 
     def fetch(
@@ -113,34 +109,36 @@ class Repository:
 
     def _cached_tree(self, commit: str) -> dict[str, str] | None:
         try:
-            tree = get_cached_repo_tree(self.id, repo_type=self.kind, revision=commit)
-        except CachedRepoTreeNotFoundError:
+            tree = hub_api.get_cached_repo_tree(self.id, repo_type=self.kind, revision=commit)
+        except hub_api.CachedRepoTreeNotFoundError:
             return None
         return {file.path: file.blob_id for file in tree}
 
     def _download(self, patterns: Sequence[str], ignored: Sequence[str], emit: Emit) -> Path:
         with self._explain_errors():
-            _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
+            _prompt_api().repo_info(self.id, repo_type=self.kind, revision=self.revision)
             emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
             return self._snapshot(patterns, ignored, tqdm_class=_progress_bar(emit))
 
     def _snapshot(self, patterns: Sequence[str], ignored: Sequence[str], **options: Any) -> Path:
         options |= {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
-        return Path(snapshot_download(self.id, repo_type=self.kind, revision=self.revision, **options))
+        return Path(hub_api.snapshot_download(self.id, repo_type=self.kind, revision=self.revision, **options))
 
-    def _resolve(self) -> ResolvedRevision:
+    def _resolve(self) -> "ResolvedRevision":
         options: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
-            return _PromptApi().resolve_revision(self.id, **options)
-        except HfHubHTTPError as error:
+            return _prompt_api().resolve_revision(self.id, **options)
+        except hub_api.HfHubHTTPError as error:
             # Without an answer, or after a server error (5xx), the client itself uses the cache.
             if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
             try:
-                cached = _PromptApi().resolve_revision(self.id, **options, local_files_only=True)
-            except RevisionResolutionError:
+                cached = _prompt_api().resolve_revision(self.id, **options, local_files_only=True)
+            except hub_api.RevisionResolutionError:
                 raise error from None
-            _LOG.warning("%s gets too many requests (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
+            _LOG.warning(
+                "%s gets too many requests (429); %s is taken to be where it was", hub_api.constants.ENDPOINT, self.id
+            )
             return cached
 
     @contextlib.contextmanager
@@ -152,6 +150,7 @@ class Repository:
             raise self._explain(error) from error
 
     def _explain(self, error: BaseException) -> HubError:
+        constants = hub_api.constants
         repository = f"the {self.kind} {self.id}"
         revision = self.revision or constants.DEFAULT_REVISION
         causes = [error]
@@ -159,26 +158,26 @@ class Repository:
             causes.append(cause)
         for cause in causes:
             match cause:
-                case HFValidationError():
+                case hub_api.HFValidationError():
                     return HubError(f"{self.id!r} is not an id of the Hub: expected organization/name", "bad-hub-id")
-                case OfflineModeIsEnabled():
+                case hub_api.OfflineModeIsEnabled():
                     return HubError(
                         f"{repository} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
                         "is set; unset it for the first run",
                         "hub-offline",
                     )
-                case GatedRepoError():
+                case hub_api.GatedRepoError():
                     return HubError(
                         f"{repository} is gated; request access on its page of {constants.ENDPOINT}, then set HF_TOKEN "
                         "or run `hf auth login`",
                         "gated-repository",
                     )
-                case RevisionNotFoundError():
+                case hub_api.RevisionNotFoundError():
                     return HubError(
                         f"{repository} has no revision {revision}; expected a branch, a tag or a whole commit",
                         "no-revision",
                     )
-                case RepositoryNotFoundError():
+                case hub_api.RepositoryNotFoundError():
                     return HubError(
                         f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; check the name; for a "
                         "private one set HF_TOKEN or run `hf auth login`",
@@ -186,7 +185,7 @@ class Repository:
                     )
                 case OSError() if cause.filename is not None or is_disk_full(str(cause)):
                     return HubError(str(write_error(f"download {repository}", Path(constants.HF_HUB_CACHE), cause)))
-                case HfHubHTTPError():
+                case hub_api.HfHubHTTPError():
                     reason = cause.server_message or cause.response.reason_phrase
                     return HubError(
                         f"{constants.ENDPOINT} answers {cause.response.status_code} ({reason}) to a request for "
@@ -241,12 +240,12 @@ def _discard(event: str, **fields: Any) -> None:
     """Drop an event."""
 
 
-def _progress_bar(emit: Emit) -> type[tqdm]:
+def _progress_bar(emit: Emit) -> "type[tqdm]":
     """Return a class for an invisible progress bar. The bar over the bytes of all files reports to `emit`."""
 
-    class Reporting(tqdm):
+    class Reporting(hub_api.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**kwargs, "disable": True})
             self.total, self._done = kwargs.get("total") or 0, 0.0
             self._counts_bytes = kwargs.get("unit") == "B"
             self._began = self._reported = time.monotonic()

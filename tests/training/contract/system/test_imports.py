@@ -1,11 +1,12 @@
-"""Importing a module without garbage collection; existing objects are excluded from later collections."""
+"""Importing a module without garbage collection, or only some of its names at their first use."""
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 
-from training.contract.system.imports import import_without_gc
+from training.contract.system.imports import import_without_gc, lazy_names
 
 # Enough new objects to trigger several collections.
 MAKES_MANY = "KEPT = [[number] for number in range(100_000)]\n"
@@ -43,3 +44,16 @@ def test_import_without_gc_that_fails_enables_the_collector(tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError):
         import_without_gc(module(tmp_path, "divides_by_zero", "1 / 0\n", monkeypatch))
     assert gc.isenabled()
+
+
+def test_lazy_names_imports_a_module_at_the_first_use_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = module(tmp_path, "used_late", "VALUE = 3\n", monkeypatch)
+    find = lazy_names("stand_in", {used: ["VALUE"], "never_there": ["OTHER"]})
+    assert used not in sys.modules
+    assert find("VALUE") == 3 and used in sys.modules
+    with pytest.raises(ModuleNotFoundError, match="never_there"):
+        find("OTHER")
+    with pytest.raises(AttributeError, match="'stand_in' has no attribute 'missing'"):
+        find("missing")
