@@ -1,11 +1,67 @@
-"""The entry point of the command `pedigree`. The command itself is in `workflows.cli.main`."""
+"""The Python interface, `import pedigree` (docs/python.md), and the entry point of the command `pedigree`.
+
+    recipe = pedigree.load_recipe("demo")
+    recipe.run()
+    recipe.table("evaluation").to_pandas()
+
+The command itself is in `workflows.cli.main`, the interface in `workflows.api`. An interface name is imported when it is used:
+it needs Dagster, and `pedigree --help` does not.
+"""
 
 import os
 import platform
 import sys
 from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any
 
+from training.contract.errors import PedigreeError, RecipeError, UsageError
+from training.contract.system.imports import import_without_gc
 from workflows.cli import main as cli
+
+if TYPE_CHECKING:
+    from training.contract.store.store import Artifact
+    from workflows.api.model_version import ModelVersion
+    from workflows.api.recipe import Recipe, load_recipe
+    from workflows.commands.plan import PlannedAsset
+    from workflows.commands.run_report import AssetRun, CheckRun, RunReport
+    from workflows.state.status import AssetStatus
+
+__all__ = [
+    "Artifact",
+    "AssetRun",
+    "AssetStatus",
+    "CheckRun",
+    "ModelVersion",
+    "PedigreeError",
+    "PlannedAsset",
+    "Recipe",
+    "RecipeError",
+    "RunReport",
+    "UsageError",
+    "load_recipe",
+]
+_MODULES = {
+    "Artifact": "training.contract.store.store",
+    "AssetRun": "workflows.commands.run_report",
+    "AssetStatus": "workflows.state.status",
+    "CheckRun": "workflows.commands.run_report",
+    "ModelVersion": "workflows.api.model_version",
+    "PlannedAsset": "workflows.commands.plan",
+    "Recipe": "workflows.api.recipe",
+    "RunReport": "workflows.commands.run_report",
+    "load_recipe": "workflows.api.recipe",
+}
+
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_without_gc(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The user's side: recipes as Dagster components, the definitions object, and the command `pedigree`.
 
 * `definitions`: the definitions loaded by Dagster.
+* `api/`: the Python interface, for notebooks and scripts.
 * `cli/`: the command `pedigree`: its options, output, tables and progress.
 * `commands/`: the work of `run`, `plan`, `verify`, `compare`, `inspect` and `gc`.
 * `recipes/`: finds, reads and validates recipes; proposes settings for new ones.

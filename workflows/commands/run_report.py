@@ -83,6 +83,12 @@ class RunReport:
         """Whether the run was interrupted; then no further run must begin."""
         return any(is_interruption(error) for error in (self.error, *(asset.error for asset in self.assets)))
 
+    def raise_for_failure(self) -> None:
+        """Raise PedigreeError with the causes, unless the run succeeded."""
+        if not self.succeeded:
+            causes = [self.error, *(asset.error and f"{asset.asset}: {asset.error}" for asset in self.assets)]
+            raise PedigreeError("; ".join(filter(None, causes)))
+
     @property
     def warnings(self) -> list[CheckRun]:
         """The failed checks that stopped nothing."""
