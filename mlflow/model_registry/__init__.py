@@ -6,13 +6,13 @@
     gate.py           the release decision, a pure function of paired held-out losses
     registry.py       models with their aliases: registering, promotion, rollback, downloads
     model_version.py  a version of a model, and the tags with its record
-    package_model.py  packages a version in a separate process; needs torch
+    package_model.py  packages a version in a separate process; needs transformers
     pedigree_chat.py  answers chats in MLflow; each version has a copy; needs torch
     chat_proxy.py     the process in front of `transformers serve`; proxy_settings.py has its settings
     files.py          the files of a version; its weights are hard links
     relocate.py       addresses of artifacts after PEDIGREE_HOME was moved
-    connection.py     timeouts and retries of requests to a server, and its address without the password
-    database.py       timeouts, tables and errors of a database
+    connection.py     an available or unavailable server, and its address without the password
+    client/           MLflow's client, imported at its first use, and its records, read without it
 
 The folder above is a source root, not a package, so `import mlflow` finds the installed library.
 """

@@ -12,11 +12,11 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from model_registry import mlflow_api
-from model_registry.client_settings import brief_patience
-from model_registry.database import is_database_away, schema_lock, without_secrets
-from model_registry.records import ClientRecords, Records
-from model_registry.sqlite_records import sqlite_file, sqlite_records
+from model_registry.client import mlflow_api
+from model_registry.client.database import is_database_away, schema_lock, without_secrets
+from model_registry.client.records import ClientRecords, Records
+from model_registry.client.settings import brief_patience
+from model_registry.client.sqlite_records import sqlite_file, sqlite_records
 from training.contract.errors import PedigreeError, RegistryError, RegistryUnavailable, code_of
 from training.contract.system.atomic_io import make_group_writable
 from training.contract.system.locks import locked

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
-from model_registry import mlflow_api
+from model_registry.client import mlflow_api
 from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.tokenizer_files import tokenizer_files

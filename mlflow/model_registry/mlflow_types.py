@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from model_registry import mlflow_api
+from model_registry.client import mlflow_api
 from training.contract.protocol.events import Event
 
 if TYPE_CHECKING:

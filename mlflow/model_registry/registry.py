@@ -11,8 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from model_registry import mlflow_api
-from model_registry.client_settings import brief_patience, without_retries
+from model_registry.client import mlflow_api
+from model_registry.client.records import find_aliases
+from model_registry.client.settings import brief_patience, without_retries
 from model_registry.connection import Connection, is_server, page, shown
 from model_registry.files import (
     MODEL_FOLDER,
@@ -26,7 +27,6 @@ from model_registry.files import (
 )
 from model_registry.mlflow_types import tags_of
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
-from model_registry.records import find_aliases
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.system.locks import locked

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model_registry import mlflow_api
-from model_registry.client_settings import quiet
+from model_registry.client import mlflow_api
+from model_registry.client.settings import quiet
 from model_registry.connection import Connection
 from model_registry.mlflow_types import DatasetRef, dataset_input, is_finite, metrics_of
 from training.contract.protocol.events import Event

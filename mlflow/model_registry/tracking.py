@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import make_url
 
-from model_registry import mlflow_api
-from model_registry.client_settings import without_retries
+from model_registry.client import mlflow_api
+from model_registry.client.records import Records, find_runs
+from model_registry.client.settings import without_retries
 from model_registry.connection import (
     PAGES_VARIABLE,
     REGISTRY_VARIABLE,
@@ -31,7 +32,6 @@ from model_registry.connection import (
     shown,
 )
 from model_registry.mlflow_types import DatasetRef, flatten, is_finite, tags_of
-from model_registry.records import Records, find_runs
 from model_registry.tracked_run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
 

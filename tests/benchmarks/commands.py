@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks.setting import ROOT, children_seconds, machine, table
+from tests.benchmarks.setting import ROOT, Failed, children_seconds, machine, table
 from tests.workflows import talk
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 
@@ -40,9 +40,11 @@ def environment_of(home: Path) -> dict[str, str]:
 
 
 def cpu_seconds_of(command: Sequence[str], environment: dict[str, str]) -> float:
-    """Return the CPU time of a command and its processes. Raises CalledProcessError."""
+    """Return the CPU time of a command and its processes. Raises Failed."""
     before = children_seconds()
-    subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return children_seconds() - before
 
 

@@ -22,7 +22,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.dialects import registry
 from sqlalchemy.exc import OperationalError
 
-from model_registry.client_settings import without_retries
+from model_registry.client.settings import without_retries
 from model_registry.connection import (
     DEFAULT_PAGE,
     Connection,
@@ -306,7 +306,7 @@ def test_connect_opens_a_database_under_a_lock(
         held.append(is_held(tmp_path / "mlflow.db.lock"))
         return MlflowClient(uri, registry_uri)
 
-    monkeypatch.setattr("model_registry.mlflow_api.MlflowClient", open_client, raising=False)
+    monkeypatch.setattr("model_registry.client.mlflow_api.MlflowClient", open_client, raising=False)
     connect(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert held == [True] and not is_held(tmp_path / "mlflow.db.lock")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from model_registry.client.records import ClientRecords, Records
+from model_registry.client.sqlite_records import SCHEMAS, SqliteRecords, sqlite_records
 from model_registry.connection import Connection
-from model_registry.records import ClientRecords, Records
-from model_registry.sqlite_records import SCHEMAS, SqliteRecords, sqlite_records
 
 NAMES = ("plain", "bare", "prompt", "absent")
 

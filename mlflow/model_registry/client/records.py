@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from model_registry import mlflow_api
+from model_registry.client import mlflow_api
 from model_registry.model_version import Version
 
 if TYPE_CHECKING:

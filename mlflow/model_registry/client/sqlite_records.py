@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import Connection, NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from model_registry.client.records import RecordedRun
 from model_registry.model_version import Version
-from model_registry.records import RecordedRun
 
 SCHEMAS = frozenset({"dc11669786a5"})  # the revisions of MLflow's tables whose columns are as below
 _SQLITE = "sqlite:///"
