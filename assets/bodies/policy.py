@@ -17,6 +17,7 @@ from assets.pipeline.pipeline import Listener
 from assets.views.metadata import figures_table, reward_curves, rounded
 from assets.views.pages import publish_charts
 from assets.views.sentences import of_policy
+from model_registry.charts import view_of
 from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import TrackedRun
 from training.contract.errors import StoreError
@@ -97,8 +98,15 @@ def _tracking_links(context: AssetContext, policy: Artifact) -> dict[str, Any]:
     if run_id is None:
         return {}
     tracker.tag(run_id, {"policy": policy.fingerprint})
-    publish_charts(context.services.home, context.pipeline, link := tracker.run_link(run_id))
-    return {"mlflow": dg.MetadataValue.url(link), "mlflow_run_id": run_id}
+    _publish_charts(context, run_id)
+    return {"mlflow": dg.MetadataValue.url(tracker.run_link(run_id)), "mlflow_run_id": run_id}
+
+
+def _publish_charts(context: AssetContext, run_id: str) -> str:
+    """Let the fixed address of the charts lead to the recipe's latest run. Return its link in MLflow."""
+    link = context.services.tracker.charts_link(run_id, view_of(context.pipeline.name))
+    publish_charts(context.services.home, context.pipeline, link)
+    return link
 
 
 @contextmanager
@@ -121,9 +129,8 @@ def _track_job(context: AssetContext, job: Job) -> Iterator[Listener]:
 
 
 def _announce(context: AssetContext, run_id: str) -> None:
-    """Report the link of the live charts. The text is for the page of an asset that has no materialization yet."""
-    link = context.services.tracker.run_link(run_id)
-    publish_charts(context.services.home, context.pipeline, link)
+    """Report the link of the live charts. The observation is for the page of an asset without any materialization."""
+    link = _publish_charts(context, run_id)
     log_message(context.services, context.dagster.log, context.asset, f"live charts: {link}")
     observation = dg.AssetObservation(
         context.dagster.asset_key,
@@ -141,12 +148,12 @@ def _open_run(
     lineage = context.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
     return context.services.tracker.run(
         experiment=pipeline.family,  # shared by a recipe and its variants
+        recipe=pipeline.name,
         key=derivation.key,
-        name=f"{pipeline.name}-{short(derivation.key)}",
+        name=f"{pipeline.name} {short(derivation.key)}",  # until it has a version
         params=recipe,
-        tags={**lineage, "recipe": pipeline.name, "dagster_run_id": context.dagster.run.run_id},
+        tags={"lineage": lineage, "recipe": pipeline.name, "dagster_run_id": context.dagster.run.run_id},
         dataset=DatasetRef(
-            name="tokenized_pairs",
             fingerprint=pairs.fingerprint,
             source=pairs.folder.as_uri(),
             rows={split: pairs.details["counts"][split] for split in ("train", "validation")},

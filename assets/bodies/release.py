@@ -22,19 +22,19 @@ import dagster as dg
 from assets.bodies.candidate import Candidate
 from assets.bodies.evaluation import delivered_evaluation
 from assets.bodies.release_decision import REASONS_TAG, decide_release
+from assets.bodies.release_pages import describe_version, find_run, publish_release
 from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
 from assets.execution.job_log import log_message, log_phase
 from assets.execution.merge_adapter import plain_model
 from assets.inputs.version_repair import files_problem, restore_files
 from assets.lineage.history import Materialization
-from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.metadata import inputs_table, rounded, shown_changes
-from assets.views.pages import publish_version
 from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
 from model_registry.gate import Decision
+from model_registry.model_card import model_card, read_training
 from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError, StoreError
@@ -142,7 +142,8 @@ def _register(candidate: Candidate) -> Version:
         tokenizer=candidate.artifacts["release_spec"].folder / "tokenizer",
         settings=candidate.artifacts["release_spec"].folder / "model",
         evaluation=candidate.artifacts["evaluation"].folder,
-        description=_description(candidate, lineage),
+        card=model_card(candidate.name, read_training(policy.folder), candidate.artifacts["evaluation"], lineage),
+        lineage=lineage,
     )
 
 
@@ -160,17 +161,6 @@ def _check_same_tokenizer(candidate: Candidate) -> None:
             )
 
 
-def _description(candidate: Candidate, lineage: Mapping[str, str]) -> str:
-    """Return the text of the version's page: its lineage, in the order of the graph."""
-    kinds = [kind for kind in (*GRAPH, MERGED) if kind in lineage]
-    rows = [f"| {kind} | `{short(lineage[kind])}` |" for kind in kinds]
-    recipe = candidate.context.pipeline.name
-    title = (
-        f"The policy of the recipe {recipe}, and everything it was made from. The gate's decision is among the tags."
-    )
-    return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
-
-
 def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version]:
     """Decide, and promote. Decide again if another home, or the user, has made another version champion meanwhile.
 
@@ -186,7 +176,13 @@ def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version]
 
 
 def _record(candidate: Candidate, version: Version, decision: Decision) -> Version:
+    """Describe the version with its result, name its run after it, and tag it with the decision, last."""
     candidate.context.dagster.log.info(f"version {version.number} of {version.name}: {version.tags[REASONS_TAG]}")
+    run_id = find_run(candidate)
+    candidate.registry.describe(version, describe_version(candidate, decision, run_id))
+    if run_id is not None:
+        name = f"{candidate.context.pipeline.name} v{version.number}"
+        candidate.context.services.tracker.rename_run(run_id, name)
     return candidate.registry.tag(version, {_DECISION_TAG: "yes" if decision.promote else "no"})
 
 
@@ -197,9 +193,10 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
         restore_files(candidate.context.services, champion)
     reasons = "; ".join(_reasons(candidate.registry, version, is_champion))
     link = candidate.registry.link(version)
-    publish_version(candidate.context.services.home, candidate.context.pipeline, link)
+    report = publish_release(candidate, version, is_champion, reasons)
     metadata: dict[str, Any] = {
         "result": dg.MetadataValue.text(of_release(version.name, version.number, is_champion, reasons)),
+        **report,
         "mlflow": dg.MetadataValue.url(link),
         "model": f"models:/{version.name}/{version.number}",
         "champion": "yes" if is_champion else "no",

@@ -1,5 +1,6 @@
 """Events of a job as lines of text: in the log of a run, or in a command's output if it is not a terminal."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from logging import Logger
@@ -51,9 +52,9 @@ def with_log(services: Services, log: Logger, asset: str) -> Services:
 
 def log_phase(services: Services, log: Logger, asset: str, phase: str) -> None:
     """Report a phase of work in this process in the same way as a job's events."""
-    with_log(services, log, asset).listener({"event": "phase", "phase": phase})
+    with_log(services, log, asset).listener({"event": "phase", "time": time.time(), "phase": phase})
 
 
 def log_message(services: Services, log: Logger, asset: str, text: str) -> None:
     """Report a message in the same way as a job's events."""
-    with_log(services, log, asset).listener({"event": "note", "text": text})
+    with_log(services, log, asset).listener({"event": "note", "time": time.time(), "text": text})

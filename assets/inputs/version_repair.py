@@ -10,6 +10,7 @@ from assets.inputs.model_ref import ModelRef
 from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.files import VersionFiles, local_path
+from model_registry.model_card import model_card, read_training
 from model_registry.model_version import MERGED, Version
 from model_registry.registry import Registry
 from training.contract.errors import ModelError, StoreError, without_code
@@ -31,15 +32,17 @@ def restore_files(services: Services, version: Version) -> bool:
         if (problem := files_problem(registry, version, services.hashes)) is None:
             return False
         try:
-            folders = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
+            artifacts = [store.open(kind, version.fingerprint_of(kind) or "") for kind in kinds]
         except StoreError as error:
             _LOG.warning("%s and cannot be restored: %s", problem, error)
             return False
-        model, files, evaluation = folders
+        model, files, _ = (artifact.folder for artifact in artifacts)
         settings = files / "model" if shipped == "release_spec" else model
-        registry.store_files(
-            version.name, version.source, VersionFiles(model, files / "tokenizer", settings, evaluation)
-        )
+        training = read_training(store.folder("policy", version.fingerprint_of("policy") or ""))
+        lineage = version.known_lineage
+        card = model_card(version.name, training, artifacts[-1], lineage)
+        restored = VersionFiles(model, files / "tokenizer", settings, artifacts[-1].folder, card, lineage)
+        registry.store_files(version.name, version.source, restored)
     _LOG.warning("%s: they were restored from the store", problem)
     return True
 

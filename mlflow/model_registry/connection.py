@@ -5,12 +5,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from model_registry.client import mlflow_api
 from model_registry.client.database import is_database_away, schema_lock, without_secrets
@@ -235,13 +235,13 @@ def is_database(uri: str) -> bool:
     return "://" in uri and not is_server(uri) and not uri.startswith(("sqlite", "file:"))
 
 
-def page(uri: str, path: str = "") -> str:
+def page(uri: str, path: str = "", query: Mapping[str, str] | None = None) -> str:
     """Return the address of a page on the tracking server, or on the server of a database's pages.
 
     `workflowType` chooses MLflow's layout for training runs, not for chat traces.
     """
     address = shown(uri) if is_server(uri) else _served_at(uri)
-    return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"
+    return f"{address.rstrip('/')}/#/{path}?{urlencode({**(query or {}), 'workflowType': 'machine_learning'})}"
 
 
 def _served_at(uri: str) -> str:

@@ -12,12 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
 from model_registry.client import mlflow_api
+from model_registry.model_version import LINEAGE_FILE
 from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.tokenizer_files import tokenizer_files
@@ -36,13 +37,16 @@ _CAUSE_CHARACTERS = 2000
 class VersionFiles:
     """The source folders for the files of a version.
 
-    `policy` has weights and config, `settings` generation settings and processors. `evaluation` is copied unchanged.
+    `policy` has weights and config, `settings` generation settings and processors. `evaluation` is copied unchanged. `card` is
+    the text of the model card, README.md among the model's files. `lineage`: fingerprints by kind, one file beside the model.
     """
 
     policy: Path
     tokenizer: Path
     settings: Path
     evaluation: Path | None = None
+    card: str = ""
+    lineage: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -57,6 +61,10 @@ def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
             _package(name, files.policy, files.tokenizer, folder)
             _replace_saved_files(files, folder / MODEL_FOLDER)
             _add_tokenizer(files.tokenizer, folder)
+            if files.lineage:
+                (folder / LINEAGE_FILE).write_text(json.dumps(files.lineage, indent=2) + "\n", encoding="utf-8")
+            if files.card:
+                (folder / MODEL_FOLDER / "README.md").write_text(files.card, encoding="utf-8")
             if files.evaluation is not None:
                 shutil.copytree(files.evaluation, folder / EVALUATION_FOLDER)
         except (OSError, RegistryError) as error:

@@ -16,21 +16,21 @@ from model_registry.client import mlflow_api
 from training.contract.protocol.events import Event
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Metric
+    from mlflow.entities import Dataset, DatasetInput, Metric
 
 NAME_CHARACTERS = 250
 PARAM_CHARACTERS = 6000
 TAG_CHARACTERS = 8000
 DIGEST_CHARACTERS = 36
+HELD_OUT = "held-out pairs"  # the name of the data set
 _NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
 _NOT_METRICS = {"event", "time", "step"}
 
 
 @dataclass(frozen=True)
 class DatasetRef:
-    """The training pairs of a policy: `fingerprint` identifies them, `rows` counts them by split."""
+    """The pairs of a policy: `fingerprint` identifies them, `rows` counts them by split."""
 
-    name: str
     fingerprint: str
     source: str
     rows: Mapping[str, int]
@@ -39,7 +39,8 @@ class DatasetRef:
 def flatten(params: Mapping[str, Any]) -> dict[str, str]:
     """Return nested settings as text by dotted name: `{"loss": {"beta": 0.1}}` -> `{"loss.beta": "0.1"}`.
 
-    A list of plain values stays one parameter; a list of sections is numbered (`data.sources.0.path`).
+    A list of plain values stays one parameter; a list of sections is numbered (`data.sources.0.path`). None means that a
+    setting is not used, so it is left out.
     """
     return dict(_leaves("", params)) if params else {}
 
@@ -67,15 +68,23 @@ def is_finite(metric: "Metric") -> bool:
     return math.isfinite(metric.value)
 
 
-def dataset_input(used: DatasetRef) -> "DatasetInput":
-    dataset = mlflow_api.Dataset(
-        name=used.name,
+def dataset_inputs(used: DatasetRef) -> "list[DatasetInput]":
+    """Return the training pairs and the held-out pairs as inputs of a run."""
+    return [
+        mlflow_api.DatasetInput(_dataset(used, split), tags=[mlflow_api.InputTag("mlflow.data.context", context)])
+        for split, context in (("train", "training"), ("validation", "evaluation"))
+        if used.rows.get(split)
+    ]
+
+
+def _dataset(used: DatasetRef, split: str) -> "Dataset":
+    return mlflow_api.Dataset(
+        name=HELD_OUT if split == "validation" else "training pairs",
         digest=used.fingerprint[:DIGEST_CHARACTERS],
         source_type="local",
-        source=json.dumps({"uri": used.source}, ensure_ascii=False),
-        profile=json.dumps({"num_rows": sum(used.rows.values()), **used.rows}),
+        source=json.dumps({"uri": used.source, "split": split}, ensure_ascii=False),
+        profile=json.dumps({"num_rows": used.rows[split]}),
     )
-    return mlflow_api.DatasetInput(dataset, tags=[mlflow_api.InputTag("mlflow.data.context", "training")])
 
 
 def fit(text: str, limit: int) -> str:
@@ -87,6 +96,8 @@ def fit(text: str, limit: int) -> str:
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, str]]:
+    if value is None:
+        return []
     if isinstance(value, Mapping) and value:
         children = [(str(key), child) for key, child in value.items()]
     elif isinstance(value, list | tuple) and any(isinstance(child, Mapping | list | tuple) for child in value):

@@ -1,5 +1,6 @@
 """A version of a registered model, and the tags that hold its record."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -11,7 +12,12 @@ if TYPE_CHECKING:
 
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
+LINEAGE_TAG = "pedigree.lineage"
 MERGED = "merged_policy"  # the kind of a policy trained as an adapter and merged into its base
+LINEAGE_FILE = "lineage.json"
+_PREFIX = "pedigree."
+_WEIGHTS = ("policy", MERGED)
+_NEEDED = ("evaluation", "release_spec", "tokenization_spec", "raw_preferences")
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,16 @@ class Version:
     def of(cls, version: "ModelVersion") -> Self:
         return cls(version.name, int(version.version), version.source, dict(version.tags))
 
+    @property
+    def known_lineage(self) -> dict[str, str]:
+        """The fingerprints by kind in its tags. Versions released before LINEAGE_TAG have a tag for each kind."""
+        kinds = (*_WEIGHTS, *_NEEDED, *json.loads(self.tags.get(LINEAGE_TAG, "{}")))
+        return {kind: known for kind in dict.fromkeys(kinds) if (known := self.fingerprint_of(kind)) is not None}
+
     def fingerprint_of(self, kind: str) -> str | None:
-        """Return the fingerprint of the artifact of `kind` in its lineage, or None."""
-        return self.tags.get(_lineage_tag(kind))
+        """Return the fingerprint of the artifact of `kind` in its lineage; None if its tags do not have it."""
+        needed: dict[str, str] = json.loads(self.tags.get(LINEAGE_TAG, "{}"))
+        return needed.get(kind) or self.tags.get(_PREFIX + kind)
 
     @property
     def weights(self) -> str | None:
@@ -47,9 +60,11 @@ class Version:
 
 
 def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags for the fingerprints, by kind, of a version's lineage."""
-    return {_lineage_tag(kind): fingerprint for kind, fingerprint in lineage.items()}
+    """Return the tags for a version's lineage, given as fingerprints by kind.
 
-
-def _lineage_tag(kind: str) -> str:
-    return f"pedigree.{kind}"
+    The released weights have tags of their own, for a search in MLflow. One tag has what is needed without the version's files:
+    to restore them, and to compare a candidate with the version. All of the lineage is in the file LINEAGE_FILE.
+    """
+    weights = {f"{_PREFIX}{kind}": lineage[kind] for kind in _WEIGHTS if kind in lineage}
+    needed = {kind: lineage[kind] for kind in _NEEDED if kind in lineage}
+    return {**weights, LINEAGE_TAG: json.dumps(needed)}

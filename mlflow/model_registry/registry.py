@@ -25,10 +25,10 @@ from model_registry.files import (
     put_files,
     scratch,
 )
+from model_registry.logged_policy import LoggedPolicy
 from model_registry.mlflow_types import tags_of
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
-from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.system.locks import locked
 
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
@@ -56,30 +56,42 @@ class Registry:
         tokenizer: Path | None = None,
         settings: Path | None = None,
         evaluation: Path | None = None,
-        description: str | None = None,
+        card: str = "",
+        lineage: Mapping[str, str] | None = None,
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
-        Return the existing version if one carries all tags of `identity`. `tags` are further tags of a new version,
-        `description` is Markdown. The other folders are as in VersionFiles, by default `policy`.
+        Return the existing version if one carries all tags of `identity`. `tags` are further tags of a new version. The other
+        arguments are as in VersionFiles, the folders by default `policy`. The files are those of a logged model of the run,
+        which has the run's held-out metrics.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
-        with self._runs.asking(f"find a place for the files of {name}") as client:
-            source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
-        if source not in {version.source for version in self.versions(name)}:  # do not replace files of a version
-            self.store_files(name, source, VersionFiles(policy, tokenizer or policy, settings or policy, evaluation))
+        model = LoggedPolicy(self._runs, run_id, name, identity)
+        if model.source not in {version.source for version in self.versions(name)}:  # do not replace files of a version
+            files = VersionFiles(policy, tokenizer or policy, settings or policy, evaluation, card, lineage or {})
+            self.store_files(name, model.source, files)
+        model.finish()
         with self._connection.asking(f"register {name}") as client, without_retries():
             if find_aliases(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
             try:
-                return Version.of(client.create_model_version(name, source, run_id, known, description=description))
+                version = Version.of(
+                    client.create_model_version(name, model.source, run_id, known, model_id=model.model_id)
+                )
             except mlflow_api.MlflowException:
-                if found := self.find_version(name, identity):  # the server made it, but its answer was lost
-                    return found
-                raise
+                if not (found := self.find_version(name, identity)):
+                    raise
+                version = found  # the server made it, but its answer was lost
+        model.link_version(version)
+        return version
+
+    def describe(self, version: Version, description: str) -> None:
+        """Replace the Markdown text on the version's page."""
+        with self._connection.asking(f"describe version {version.number} of {version.name}") as client:
+            client.update_model_version(version.name, str(version.number), description)
 
     def store_files(self, name: str, source: str, files: VersionFiles) -> None:
         """Package `files` and put them at the address `source`. They replace leftovers of an interrupted attempt."""
@@ -298,8 +310,3 @@ class Registry:
 def _rolled_back_tag(weights: str) -> str:
     """Return the registered model's tag for a rolled-back policy. Tags of a version are deleted with it."""
     return f"{ROLLED_BACK_TAG}.{weights}"
-
-
-def _folder_name(name: str, identity: Mapping[str, str]) -> str:
-    """Return a folder name for each version: one run can have several, for example with different tokenizers."""
-    return f"policy-{short(fingerprint('model_version', [name, dict(identity)]))}"

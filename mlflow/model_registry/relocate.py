@@ -14,6 +14,7 @@ from model_registry.files import local_path
 _ADDRESSES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
 )

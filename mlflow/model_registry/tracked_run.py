@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from model_registry.client import mlflow_api
 from model_registry.client.settings import quiet
 from model_registry.connection import Connection
-from model_registry.mlflow_types import DatasetRef, dataset_input, is_finite, metrics_of
+from model_registry.mlflow_types import DatasetRef, dataset_inputs, is_finite, metrics_of
 from training.contract.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class TrackedRun:
         tags = [mlflow_api.RunTag(name, value) for name, value in self._plan.tags.items()]
         client.log_batch(run_id, params=missing, tags=tags)  # the client cuts them into requests of a hundred
         if self._plan.dataset is not None and not run.inputs.dataset_inputs:
-            client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])
+            client.log_inputs(run_id, datasets=dataset_inputs(self._plan.dataset))
         for key in run.data.metrics:
             self._delivered.update((key, old.step) for old in client.get_metric_history(run_id, key))
         self._pending = {point: new for point, new in self._pending.items() if point not in self._delivered}

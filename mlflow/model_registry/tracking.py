@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import make_url
 
+from model_registry.charts import ALL_RUNS, all_runs_view, chart_views
 from model_registry.client import mlflow_api
 from model_registry.client.records import Records, find_runs
 from model_registry.client.settings import without_retries
@@ -88,6 +89,11 @@ def artifact_root(home: Path) -> Path:
     return home.absolute() / "mlflow" / "artifacts"
 
 
+def charts_page(uri: str, experiment_id: str, view: str = ALL_RUNS) -> str:
+    """Return the address of a view of an experiment's charts."""
+    return page(uri, f"experiments/{experiment_id}/runs", {"viewStateShareKey": view, "compareRunsMode": "CHART"})
+
+
 class Tracker:
     """Runs and their metrics on one tracking server or database, contacted on first use.
 
@@ -117,10 +123,14 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
         dataset: DatasetRef | None = None,
+        recipe: str | None = None,
     ) -> Iterator[TrackedRun]:
-        """Yield the run of the policy `key`, new or continued. Mark it finished, failed or killed at the end."""
+        """Yield the run of the policy `key`, new or continued. Mark it finished, failed or killed at the end.
+
+        The experiment's view of the latest run of `recipe`, by default the experiment's name, shows it from now on.
+        """
         plan = RunPlan(name, flatten(params), {**tags_of(tags), KEY_TAG: key}, dataset)
-        run = TrackedRun(self._connection, lambda: self._open(experiment, key, plan), plan)
+        run = TrackedRun(self._connection, lambda: self._open(experiment, recipe or experiment, key, plan), plan)
         run.flush()
         try:
             yield run
@@ -145,11 +155,19 @@ class Tracker:
         return self._connection.try_reading("look for a run", work)
 
     def experiment_id(self, name: str) -> str | None:
-        """Return the id of an experiment. None if no experiment has that name, or the server does not answer."""
+        """Return the id of an experiment. None if no experiment has that name, or the server does not answer.
+
+        An experiment of an earlier version gets the view of all runs.
+        """
 
         def work(client: "MlflowClient") -> str | None:
             found = client.get_experiment_by_name(name)
-            return None if found is None or found.lifecycle_stage == "deleted" else str(found.experiment_id)
+            if found is None or found.lifecycle_stage == "deleted":
+                return None
+            for tag, view in all_runs_view().items():
+                if tag not in found.tags:
+                    client.set_experiment_tag(found.experiment_id, tag, view)
+            return str(found.experiment_id)
 
         return self._connection.try_request("look for an experiment", work)
 
@@ -184,6 +202,21 @@ class Tracker:
 
         return self._connection.try_reading("find the page of a run", work) or page(self.tracking_uri)
 
+    def charts_link(self, run_id: str, view: str = ALL_RUNS) -> str:
+        """Return the address of a view of the charts of the run's experiment (model_registry.charts).
+
+        If the server does not answer, return the address of its first page.
+        """
+
+        def work(records: Records) -> str:
+            return charts_page(self.tracking_uri, records.run(run_id).experiment_id, view)
+
+        return self._connection.try_reading("find the charts of a run", work) or page(self.tracking_uri)
+
+    def rename_run(self, run_id: str, name: str) -> None:
+        """Name a run, finished or not. After an outage, it keeps its earlier name."""
+        self._connection.try_request("name a run", lambda client: client.update_run(run_id, name=name))
+
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
         """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`. Return whether the server has both.
 
@@ -211,13 +244,17 @@ class Tracker:
             self._connection.warn(f"not logged to MLflow, as not finite: {', '.join(skipped)}")
         return [point for point in points if is_finite(point)]
 
-    def _open(self, experiment: str, key: str, plan: RunPlan) -> "Run":
+    def _open(self, experiment: str, recipe: str, key: str, plan: RunPlan) -> "Run":
         client = self._connection.client
         experiment_id = self._experiment(client, experiment)
         if runs := find_runs(client, experiment_id, KEY_TAG, key):  # two only if two processes began at the same moment
-            return runs[0]
-        with without_retries():  # if the answer is lost, the next delivery finds the run
-            return client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
+            run = runs[0]
+        else:
+            with without_retries():  # if the answer is lost, the next delivery finds the run
+                run = client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
+        for tag, view in chart_views(recipe, str(run.info.run_id)).items():
+            client.set_experiment_tag(experiment_id, tag, view)
+        return run
 
     def _experiment(self, client: "MlflowClient", name: str) -> str:
         """Return the id of the experiment, new or not. Restore an experiment deleted by hand, with its runs."""

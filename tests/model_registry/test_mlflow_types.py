@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlflow.entities import Param, RunTag
 from mlflow.utils.validation import _validate_batch_log_data, _validate_dataset_inputs
 
-from model_registry.mlflow_types import DatasetRef, dataset_input, fit, flatten, is_finite, metrics_of, tags_of
+from model_registry.mlflow_types import DatasetRef, dataset_inputs, fit, flatten, is_finite, metrics_of, tags_of
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -26,14 +26,12 @@ def test_flatten_gives_dotted_names():
     }
     assert flatten(recipe) == {
         "data.sources.0.path": "a.jsonl",
-        "data.sources.0.hub": "null",
         "data.sources.1.path": "b.jsonl",
         "data.validation_fraction": "0.1",
         "tokenization.template_kwargs": "{}",
         "tokenization.train_on": "last_response",
         "training.optimizer.learning_rate": "5e-07",
         "training.optimizer.betas": "[0.9, 0.999]",
-        "training.max_steps": "null",
         "training.resume": "true",
     }
 
@@ -71,11 +69,13 @@ def test_is_finite_nan_and_infinity_are_false():
     assert [is_finite(metric) for metric in metrics] == [False, False, True]
 
 
-def test_dataset_input_has_the_fingerprint_as_digest():
-    fingerprint = hashlib.sha256(b"pairs").hexdigest()
-    used = dataset_input(DatasetRef("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
-    _validate_dataset_inputs([used])
-    assert used.dataset.digest == fingerprint[:36]
-    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
-    assert json.loads(used.dataset.profile) == {"num_rows": 100, "train": 90, "validation": 10}
-    assert json.loads(used.dataset.source) == {"uri": "preferences.jsonl"}
+def test_dataset_inputs_are_a_training_and_a_held_out_set_of_one_fingerprint():
+    fingerprint = "0123456789abcdef" * 4
+    used = dataset_inputs(DatasetRef(fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
+    _validate_dataset_inputs(used)
+    assert [(one.dataset.name, one.tags[0].value, json.loads(one.dataset.profile)) for one in used] == [
+        ("training pairs", "training", {"num_rows": 90}),
+        ("held-out pairs", "evaluation", {"num_rows": 10}),
+    ]
+    assert all(len(one.dataset.digest) == 36 and fingerprint.startswith(one.dataset.digest) for one in used)
+    assert len(dataset_inputs(DatasetRef(fingerprint, "preferences.jsonl", {"train": 90, "validation": 0}))) == 1

@@ -76,7 +76,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
 
 
 def new_run(tracker: Tracker) -> str:
-    used = DatasetRef("demo", "c" * 64, "preferences.jsonl", {"train": 9})
+    used = DatasetRef("c" * 64, "preferences.jsonl", {"train": 9, "validation": 1})
     with tracker.run(experiment="demo", key="a", name="a", params={}, tags={}, dataset=used) as run:
         pass
     assert run.run_id is not None
@@ -128,7 +128,29 @@ def test_register_files_contain_no_local_path(registered: Registered, policy: Pa
     texts = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert {"MLmodel", "requirements.txt", "chat_template.jinja"} <= {path.name for path in texts}
     assert [path for path in texts if str(policy) in path.read_text() or str(folder) in path.read_text()] == []
-    assert all(path.name.startswith("policy-") for path in folder.parent.iterdir()), "temporary files are removed"
+    assert [path.name for path in folder.parent.iterdir()] == ["artifacts"], "temporary files are removed"
+
+
+def test_registered_version_has_a_logged_model_with_metrics_data_and_card(
+    uri: str, tracker: Tracker, registry: Registry, policy: Path, packaged_here: None
+) -> None:
+    """The run keeps one point for each metric. The rest is what MLflow itself returns."""
+    client, run_id = MlflowClient(uri), new_run(tracker)
+    client.log_metric(run_id, "eval/loss", 0.5, step=9)
+    client.log_metric(run_id, "loss", 0.7, step=9)
+    version = registry.register("demo.v1", policy, run_id, identity=IDENTITY, tags={}, card="# A card\n")
+    [model] = client.search_logged_models([client.get_run(run_id).info.experiment_id])
+    assert (model.name, model.status, model.source_run_id) == ("demo_v1", "READY", run_id)
+    assert [(m.key, m.value, m.step, m.dataset_name) for m in model.metrics] == [
+        ("eval/loss", 0.5, 9, "held-out pairs")
+    ]
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "demo.v1", "version": 1}]
+    assert version.source == model.artifact_location
+    assert len(client.get_metric_history(run_id, "eval/loss")) == 1
+    assert [output.model_id for output in client.get_run(run_id).outputs.model_outputs] == [model.model_id]
+    assert (registry.folder(version) / "README.md").read_text() == "# A card\n"
+    registry.describe(version, "**Not champion**")
+    assert client.get_model_version("demo.v1", "1").description == "**Not champion**"
 
 
 @pytest.mark.usefixtures("packaged_here")
@@ -264,7 +286,7 @@ def test_register_in_a_separate_registry_keeps_files_with_the_runs(
     assert elsewhere.promote(version, over=None)
     assert (elsewhere.versions(), beside.versions()) == ([elsewhere.champion("demo")], [])
     assert MlflowClient(models, models).get_model_version("demo", "1").source == version.source
-    assert version.source.startswith(MlflowClient(uri).get_run(run_id).info.artifact_uri)
+    assert version.source.startswith(MlflowClient(uri).get_experiment_by_name("demo").artifact_location)
     assert elsewhere.has_files(version)
     assert weights_identity(elsewhere.resolve("models:/demo@champion")) == weights_identity(policy)
 
@@ -333,7 +355,8 @@ def test_has_files_in_a_cloud_is_true(registry: Registry, cloud: str):
 @pytest.mark.usefixtures("packaged_here")
 def test_register_removes_leftovers_of_a_killed_registration(registered: Registered, policy: Path):
     """A copy of a model for each killed attempt would fill the disk."""
-    staging = local_path(MlflowClient(registered.uri).get_run(registered.run_id).info.artifact_uri).parent / ".staging"
+    experiment = MlflowClient(registered.uri).get_experiment_by_name("demo")
+    staging = local_path(experiment.artifact_location) / "models" / ".staging"
     (staging / "killed" / "policy").mkdir(parents=True)
     (staging / "killed.lock").touch()
     version = registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})

@@ -29,7 +29,7 @@ ABOUT: dict[str, Any] = {
     "name": "policy aaaaaaaaaaaa",
     "params": {"training": {"loss": {"beta": 0.1}, "seed": 0}},
     "tags": {"pedigree.tokenized_pairs": "b" * 64, "dagster.run_id": "one"},
-    "dataset": DatasetRef("demo", "c" * 64, "preferences.jsonl", {"train": 9, "validation": 1}),
+    "dataset": DatasetRef("c" * 64, "preferences.jsonl", {"train": 9, "validation": 1}),
 }
 
 
@@ -104,7 +104,7 @@ def test_run_logs_recipe_lineage_data_set_and_every_step(
         "pedigree.tokenized_pairs": "b" * 64,
         "dagster.run_id": "one",
     }
-    assert [used.dataset.digest for used in logged.inputs.dataset_inputs] == ["c" * 36]
+    assert [used.dataset.digest for used in logged.inputs.dataset_inputs] == ["c" * 36] * 2
     assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert history(client, run.run_id, "eval/loss") == [(3, 0.25)]
     assert client.get_metric_history(run.run_id, "loss")[0].timestamp == 1_001_000
@@ -129,7 +129,7 @@ def test_run_resumed_training_continues_the_run(tracker: Tracker, client: Mlflow
     assert history(client, second.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
     assert logged.info.status == "FINISHED"
     assert (logged.data.tags["dagster.run_id"], logged.data.params["compute.nodes"]) == ("two", "2")
-    assert len(logged.inputs.dataset_inputs) == 1
+    assert len(logged.inputs.dataset_inputs) == 2
 
 
 def test_replay_rewound_events_file_logs_each_step_once(tracker: Tracker, client: MlflowClient):

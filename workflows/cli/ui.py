@@ -10,6 +10,7 @@ import click
 from assets.execution.run_liveness import fail_orphaned_runs
 from assets.pipeline.pipeline import Services, identifier
 from model_registry.connection import connect, page
+from model_registry.tracking import charts_page
 from training.contract.errors import PedigreeError
 from workflows.cli.output import reporting, results, user_console
 from workflows.commands.run import warn_of_unlimited_gpu
@@ -89,12 +90,12 @@ def _report_problems(listed: list[ExtraRecipe], named: list[Path]) -> None:
 
 
 def _pages_of_runs(mlflow: str, services: Services, listed: list[ExtraRecipe]) -> list[str]:
-    """Return the address of the runs of each recipe with runs; without runs, the list of experiments.
+    """Return the address of the charts of each recipe with runs; without runs, the list of experiments.
 
     From that list, a click leads to MLflow's page for chat traces, which is empty.
     """
     numbers = (services.tracker.experiment_id(name) for name in dict.fromkeys(_experiments(listed)))
-    pages = [page(mlflow, f"experiments/{number}/runs") for number in numbers if number is not None]
+    pages = [charts_page(mlflow, number) for number in numbers if number is not None]
     return pages or [page(mlflow, "experiments")]
 
 

@@ -22,6 +22,7 @@ from workflows.state.status import AssetStatus, judge
 
 _AFTER_REASON = " | "
 _REASON_CHARACTERS = 300
+_LATEST = 10
 NOTHING = "nothing"  # requested or observed so far
 STATE, CAUSES = "state", "causes"
 
@@ -112,8 +113,8 @@ def _is_new(pipeline: Pipeline, instance: dg.DagsterInstance, status: AssetStatu
 
 
 def _last_observation(instance: dg.DagsterInstance, key: dg.AssetKey) -> Mapping[str, Any] | None:
-    """Return the metadata of the latest observation, if it was made here."""
-    for record in instance.fetch_observations(key, limit=1).records:
+    """Return the metadata of the latest observation that was made here. A run records others: queues and links."""
+    for record in instance.fetch_observations(key, limit=_LATEST).records:
         observation = record.asset_observation
         if observation is not None and {STATE, CAUSES} <= observation.metadata.keys():
             return observation.metadata

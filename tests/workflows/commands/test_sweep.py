@@ -157,9 +157,9 @@ def test_the_accuracy_is_that_of_the_evaluation(baseline: Baseline, comparison: 
         key = dg.AssetKey([each.recipe, "evaluation"])
         event = baseline.instance.get_latest_materialization_event(key)
         metrics = event.asset_materialization.metadata
-        assert each.means["accuracy"] == pytest.approx(metrics["eval/rewards/accuracies"].value)
+        assert each.means["accuracy"] == pytest.approx(metrics["eval/rewards/accuracies"].value, rel=1e-3)
         beta = 0.1
-        assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
+        assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, rel=1e-3)
 
 
 def test_comparison_does_not_query_the_registry(baseline: Baseline, reports: list[RunReport]):
@@ -258,7 +258,7 @@ def test_gate_compares_losses_of_one_scale_only(
                 for side in ("chosen", "rejected")
             )
             rate = released[f"{name_of_policy}_error_rate_over_champions_reference"]
-            assert rate == pytest.approx((chosen <= rejected).mean()), name_of_policy
+            assert rate == pytest.approx((chosen <= rejected).mean(), rel=1e-3), name_of_policy
         shift = candidate_pairs["reference_chosen_logprob"] - champion_pairs["reference_chosen_logprob"]
         assert shift.abs().min() > 1e-3
     versions = [v for v in baseline.services.registry.versions() if v.name == name]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
@@ -17,6 +18,7 @@ from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
 from tests.workflows.ticks import ABOVE_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
 from training.contract.store.store import JobResult, write_json
+from workflows.orchestration.observations import Cursor
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.recipes.discovery import load_recipe
 from workflows.state.status import status
@@ -118,12 +120,17 @@ def test_the_same_files_as_other_sources_are_other_data(sensed, paths):
     assert sensed.requests() == 0
 
 
+def an_hour_before(text: str) -> str:
+    """Return the cursor that says that its request was made an hour earlier."""
+    cursor = Cursor.parse(text)
+    return replace(cursor, when=cursor.when - 3601).text("a run was requested")
+
+
 def test_request_without_a_run_is_repeated_after_an_hour(sensed):
     sensed.materialize_sources()
     sensed.write("Why?", "How?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
-    seen, when, observed = sensed.cursor.split(" ")
-    sensed.cursor = f"{seen} {float(when) - 3601} {observed}"
+    sensed.cursor = an_hour_before(sensed.cursor)
     assert [sensed.requests(), sensed.requests()] == [1, 0]
     sensed.write("Why?")
     assert sensed.requests() == 0
@@ -143,8 +150,7 @@ def test_sensor_does_not_repeat_a_request_whose_run_was_stopped(sensed):
     sensed.write("Why?", "How?")
     assert sensed.requests() == 1
     cancel_source_run(sensed)
-    seen, when, observed = sensed.cursor.split(" ")
-    sensed.cursor = f"{seen} {float(when) - 3601} {observed}"
+    sensed.cursor = an_hour_before(sensed.cursor)
     assert [sensed.requests(), sensed.requests()] == [0, 0]
     sensed.write("Why?", "Who?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]

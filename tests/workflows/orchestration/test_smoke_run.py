@@ -49,7 +49,7 @@ def test_smoke_job_has_the_steps_as_its_only_field_and_materializes_nothing(
 ) -> None:
     resources = {"services": services_in(tmp_path / "home"), "io_manager": io_manager}
     job = dg.Definitions.merge(loaded.definitions, dg.Definitions(resources=resources)).resolve_job_def("recipe_smoke")
-    fields = job.run_config_schema.config_type.fields
+    fields = job.run_config_schema.config_type.fields  # type: ignore[attr-defined]
     assert list(fields["ops"].config_type.fields) == ["recipe_smoke_run"]
     run_config = {"ops": {"recipe_smoke_run": {"config": {"steps": 1}}}}
     with dg.DagsterInstance.ephemeral() as instance:

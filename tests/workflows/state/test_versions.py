@@ -136,7 +136,7 @@ def test_gate_counts_pairs_of_one_prompt_as_one(baseline: Baseline):
     assert len(candidate) == 2 * len(means)
     check_values(report.reasons, f"{2 * len(means)} shared pairs of {len(means)} prompts", " loss ")
     released = latest(baseline.instance, load_recipe(file.parent).pipeline.key("released_model")).metadata
-    assert released["standard_error"] == pytest.approx(means.std() / math.sqrt(len(means)))
+    assert released["standard_error"] == pytest.approx(means.std() / math.sqrt(len(means)), rel=1e-3)
 
 
 def remove_files(baseline: Baseline) -> dict[str, Path]:
@@ -198,13 +198,13 @@ def test_corrupt_weights_of_the_champion_are_trained_again(baseline: Baseline):
 def test_corrupt_evaluation_of_the_champion_is_read_from_its_version(baseline: Baseline):
     """A release compares a candidate with the champion's evaluation. If both copies are corrupt, the message names both."""
     [version] = baseline.services.registry.versions()
-    folder = baseline.services.store.folder("evaluation", version.tags["pedigree.evaluation"])
+    folder = baseline.services.store.folder("evaluation", version.fingerprint_of("evaluation"))
     flip(folder / "pairs.parquet")
     report = run(baseline, training={"max_steps": 8})
     assert (report.model_version, report.is_champion) == ("2", True)
     assert baseline.services.store.open("evaluation", folder.name)
     champion = baseline.services.registry.champion("plain")
-    flip(baseline.services.store.folder("evaluation", champion.tags["pedigree.evaluation"]) / "pairs.parquet")
+    flip(baseline.services.store.folder("evaluation", champion.fingerprint_of("evaluation")) / "pairs.parquet")
     flip(local_path(champion.source) / "evaluation" / "pairs.parquet")
     write_recipe(baseline.folders["plain"], {**RECIPE, "training": {**FAST, "max_steps": 3}})
     failed = materialize(load_recipe(baseline.folders["plain"]), baseline.services, baseline.instance)

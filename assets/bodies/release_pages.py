@@ -1,0 +1,60 @@
+"""The pages about a release: the version's description in MLflow, and the report with the release on top."""
+
+from typing import Any
+
+import dagster as dg
+
+from assets.bodies.candidate import Candidate
+from assets.bodies.policy_difference import difference
+from assets.views.pages import publish_report, publish_version
+from assets.views.report_page import ReleaseSummary, add_release
+from assets.views.sentences import of_evaluation
+from model_registry.gate import Decision
+from model_registry.model_version import Version
+from training.contract.errors import StoreError
+
+_SECONDS = len("2026-11-28T15:00")
+
+
+def find_run(candidate: Candidate) -> str | None:
+    """Return the id of the policy's MLflow run; None if the server does not answer."""
+    context = candidate.context
+    derivation = context.history.derivation("policy", candidate.inputs["policy"])
+    return context.services.tracker.find_run(context.pipeline.family, derivation.key)
+
+
+def describe_version(candidate: Candidate, decision: Decision, run_id: str | None) -> str:
+    """Return the Markdown text of the version's page: the decision with its reasons, the result, and links to its run."""
+    evaluation, tracker = candidate.artifacts["evaluation"], candidate.context.services.tracker
+    changed = difference(evaluation)
+    decided = "Champion" if decision.promote else "Not champion"
+    result = of_evaluation(evaluation.details, changed.changed, changed.samples)
+    text = f"{decided}: {'; '.join(decision.reasons)}\n\nRecipe {candidate.context.pipeline.name}. {result}"
+    if run_id is None:
+        return text
+    report = tracker.run_link(run_id, "artifacts/evaluation/report.html")
+    return f"{text}\n\n[report]({report}) · [charts]({tracker.run_link(run_id)})"
+
+
+def publish_release(
+    candidate: Candidate, version: Version, is_champion: bool, reasons: str
+) -> dict[str, dg.MetadataValue[Any]]:
+    """Publish the report with the release on top, and the link of the version. Return the report's metadata, if it exists."""
+    context = candidate.context
+    home, link = context.services.home, candidate.registry.link(version)
+    publish_version(home, context.pipeline, link)
+    try:
+        evaluation = candidate.store.open("evaluation", candidate.inputs["evaluation"], hashes=False)
+        page = evaluation.file("report.html").read_text(encoding="utf-8")
+    except (StoreError, OSError):  # a version that is registered already does not need it
+        return {}
+    summary = ReleaseSummary(
+        recipe=context.pipeline.name,
+        version=version.number,
+        registered_model=version.name,
+        date=f"{evaluation.manifest.created[:_SECONDS].replace('T', ' ')} UTC",
+        is_champion=is_champion,
+        reasons=reasons.split("; "),
+        links={"version in MLflow": link},
+    )
+    return publish_report(home, context.pipeline, add_release(page, summary))
