@@ -15,24 +15,33 @@ _SHARE_OF_ELAPSED_TIME = 0.01
 class EventLines:
     """Writes phases and notes at once. Writes progress every few `seconds` at first, and less often over time.
 
-    The interval grows to five minutes: a week would otherwise leave a hundred thousand lines, too many for a run's page.
+    The last progress of a phase is written before the next one. The interval grows to five minutes: a week would otherwise
+    leave a hundred thousand lines, too many for a run's page.
     """
 
     def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):
         self._write, self._asset, self._seconds, self._last = write, asset, seconds, 0.0
         self._first: float | None = None
-        self._step = ""
+        self._step = self._unwritten = ""
 
     def on_event(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("phase", "note"):
+            if kind == "phase" and self._unwritten:
+                self._write(self._unwritten)
+                self._unwritten = ""
             self._write(f"{self._asset}: {event.get('phase') or event.get('text')}")
         elif kind == "step":
             self._step = f", loss {event['loss']:.4f}"
-        elif kind == "progress" and event["time"] - self._last > self._interval(event["time"]):
-            self._last = event["time"]
+        elif kind == "progress":
             left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
-            self._write(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
+            self._unwritten = (
+                f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}"
+            )
+            if event["time"] - self._last > self._interval(event["time"]):
+                self._last = event["time"]
+                self._write(self._unwritten)
+                self._unwritten = ""
 
     def _interval(self, now: float) -> float:
         self._first = now if self._first is None else self._first

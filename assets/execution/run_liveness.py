@@ -19,7 +19,9 @@ from training.contract.store.staging import LockedFolder, claim_folder
 from training.contract.system.atomic_io import make_group_writable
 from training.contract.system.locks import is_held
 
-PROCESS_TAG = "pedigree/process"
+# Dagster's pages hide tags with this prefix. Unfinished runs of an earlier version have the other tag.
+PROCESS_TAG = ".dagster/pedigree_process"
+_EARLIER_PROCESS_TAG = "pedigree/process"
 _SECONDS_UNTIL_SENT_AGAIN = 0.1
 # The states of a run with a process at work, or with a process that died.
 BEGUN = [
@@ -108,7 +110,7 @@ def signature(run_id: str, home: Path) -> dict[str, str]:
 
 def process_of(run: dg.DagsterRun) -> str | None:
     """Return the process in the run's tag; None if the tag is missing or was copied from another run."""
-    run_id, _, process = run.tags.get(PROCESS_TAG, "").partition(" ")
+    run_id, _, process = (run.tags.get(PROCESS_TAG) or run.tags.get(_EARLIER_PROCESS_TAG, "")).partition(" ")
     return process if run_id == run.run_id else None
 
 

@@ -182,8 +182,8 @@ class Registry:
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
             raise RegistryError(
-                f"version {champion.number} of {name}, the champion, records no version it replaced; point the alias "
-                "`champion` at another version in MLflow",
+                f"{name} has no earlier champion: version {champion.number}, the champion, replaced none. To use another "
+                "version, point the alias `champion` at it in MLflow",
                 "no-previous-version",
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:

@@ -236,7 +236,7 @@ def test_rollback_restores_the_predecessor(registry: Registry, uri: str, tracker
     for number in (1, 3):  # a nomination replaces no champion
         registry.nominate(versions[number - 1])
     assert [version.number for version in registry.rollback("demo")] == [1, 2]
-    with pytest.raises(RegistryError, match=r"version 1 of demo.*\[no-previous-version\]"):
+    with pytest.raises(RegistryError, match=r"demo has no earlier champion: version 1.*\[no-previous-version\]"):
         registry.rollback("demo")
     assert MlflowClient(uri).get_model_version_by_alias("demo", "candidate").version == 3
     assert registry.promote(versions[2], over=registry.champion("demo"))

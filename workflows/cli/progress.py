@@ -10,6 +10,7 @@ from rich import progress
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
+from rich.text import Text
 
 from assets.execution.job_log import EventLines
 from assets.pipeline.pipeline import Services, emitting
@@ -18,7 +19,7 @@ from training.contract.protocol.events import Event
 from workflows.cli.output import user_console
 from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
 
-_SECONDS_BETWEEN_LINES = 60.0
+_SECONDS_BETWEEN_LINES = 10.0
 _NO_ASSET = "files"
 _REMAINING_WIDTH = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # figures come before text
 
@@ -34,10 +35,17 @@ def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
         yield build_services(pedigree_home(), progress.on_event), instance
 
 
+class _Count(progress.MofNCompleteColumn):
+    """Done and total; nothing for a phase without a count."""
+
+    def render(self, task: progress.Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
 class ProgressBars:
     """One line per asset while its job runs: progress, phase, loss, and time left.
 
-    If the console is not a terminal, as in CI, print a line for each phase, and one a minute.
+    If the console is not a terminal, as in CI, print a line for each phase, and one every ten seconds, later fewer.
     """
 
     def __init__(self, console: Console):
@@ -45,8 +53,8 @@ class ProgressBars:
         self._lines: dict[str, EventLines] = {}
         self._bars = progress.Progress(
             progress.TextColumn("{task.description:<20}"),
-            progress.BarColumn(bar_width=16),
-            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=12),
+            _Count(),
             progress.TextColumn("{task.fields[unit]}  {task.fields[left]}"),
             progress.TextColumn("{task.fields[detail]}", table_column=_REMAINING_WIDTH),
             expand=True,

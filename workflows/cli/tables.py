@@ -1,7 +1,7 @@
 """The results of commands in the terminal: tables, with a few lines below."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -45,7 +45,7 @@ def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
 
 
 def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
-    """Show the assets with their outcome, sampled answers, held-out metrics, the release, and failures at the end."""
+    """Show the assets with their outcome, sampled answers and held-out metrics, then one summary, and failures at the end."""
     table = Table("asset", "stage", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         outcome, seconds = _coloured(asset.outcome), f"{asset.seconds:.1f}"
@@ -54,14 +54,12 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
     if with_samples and report.samples:
         _samples(console, report.samples)
     if report.metrics:
-        _metrics(console, report)
+        _metrics(console, report.metrics)
     for check in report.warnings:
         console.print(f"[yellow]{check.asset}:[/] {escape(check.failure)}", soft_wrap=True)
     for note in report.notes:
         console.print(f"[yellow]policy:[/] {escape(note)}", soft_wrap=True)
-    if report.model_version:
-        verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
-        console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    _summary(console, report)
     failed = [asset for asset in report.assets if asset.error is not None]
     for error in dict.fromkeys(asset.error for asset in failed):  # one cause, such as a missing model, may fail several
         names = ", ".join(asset.asset for asset in failed if asset.error == error)
@@ -91,15 +89,28 @@ def _end(text: str) -> str:
     return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"... {text[-_SHOWN_CHARACTERS:].strip()}"
 
 
-def _metrics(console: Console, report: RunReport) -> None:
-    """Show the held-out metrics, and below them the address of the charts, unwrapped."""
+def _summary(console: Console, report: RunReport) -> None:
+    """Show the result, whether the version is champion and why, and the addresses, unwrapped."""
+    if report.result:
+        console.print(f"[bold]result:[/] {escape(report.result)}", soft_wrap=True)
+    if report.model_version:
+        verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
+        console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    if report.gate:
+        figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in report.gate.items())
+        console.print(f"compared with the champion before: {figures}", soft_wrap=True)
+    server = "" if report.is_served else " (served by `pedigree ui`)"
+    addresses = {"report": report.report, f"charts{server}": report.mlflow_url, f"version{server}": report.version_url}
+    for name, address in addresses.items():
+        if address:
+            console.print(f"{name}: {address}", markup=False, soft_wrap=True)
+
+
+def _metrics(console: Console, metrics: Mapping[str, float]) -> None:
     table = Table("held-out metric", "value", title="Evaluation")
-    for name, value in report.metrics.items():
+    for name, value in metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
     console.print(table)
-    if report.mlflow_url:
-        server = "" if report.is_served else " (served by `pedigree ui`)"
-        console.print(f"Charts in MLflow{server}: {report.mlflow_url}", markup=False, soft_wrap=True)
 
 
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
@@ -119,7 +130,7 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
     console.print(f"{escape(pipeline.name)}: {sentence(planned)}")
     table = Table("asset", "action", "work", "cause", title=f"Plan of {pipeline.name}")
     for asset in planned:
-        work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
+        work = ", ".join(_counted(count, name) for name, count in asset.work.items())
         table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
     console.print(table)
     for asset in planned:
@@ -144,11 +155,12 @@ def comparison(console: Console, found: Comparison) -> None:
     for item in found.recipes:
         for note in item.notes:
             console.print(f"[yellow]{item.recipe}:[/] {escape(note)}")
+    if any(item.means for item in found.recipes):
+        console.print("Margins are in nats, before beta: the reward margins of an evaluation are beta times as large.")
     if any(item.differences for item in found.recipes):
         console.print(
             f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim if less than two of "
-            "them: chance explains it. Margins are in nats, before beta. A loss is shown only if it is the same function of "
-            "the same reference."
+            "them: chance explains it. A loss is shown only if it is the same function of the same reference."
         )
 
 
@@ -164,7 +176,7 @@ def _compared_value(item: Compared, measure: str) -> str:
 
 def verification(console: Console, found: Verification) -> None:
     """Show the assets hashed again and the pairs scored again, with differences."""
-    table = Table("asset", "fingerprint", "", "fault", title=f"Recipe {found.recipe}: hashed again")
+    table = Table("asset", "fingerprint", "result", "fault", title=f"Recipe {found.recipe}: hashed again")
     for asset in found.artifacts:
         verdict = _coloured("ok" if asset.ok else "differs")
         table.add_row(asset.asset, short(asset.fingerprint), verdict, escape(asset.fault or ""))
@@ -172,7 +184,7 @@ def verification(console: Console, found: Verification) -> None:
     if not found.rescored:
         console.print("No pair was scored again.")
         return
-    table = Table("row", "chosen stored", "live", "rejected stored", "live", "", title="Scored again, in nats")
+    table = Table("row", "chosen stored", "live", "rejected stored", "live", "result", title="Scored again, in nats")
     for row in found.rescored:
         values = [f"{row[side][name]:.5f}" for side in ("chosen", "rejected") for name in ("stored", "live")]
         table.add_row(str(row["row"]), *values, _coloured("ok" if agrees(row) else "differs"))
@@ -184,7 +196,7 @@ def verification(console: Console, found: Verification) -> None:
 
 def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
     """Show how many log-probs were set aside, their folders, and the command that scores them again."""
-    shards, tables = _counted(found.shards, "shard"), _counted(len(found.tables), "table")
+    shards, tables = _counted(found.shards, "shards"), _counted(len(found.tables), "tables")
     console.print(
         f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until "
         f"`pedigree gc --delete` they are kept in {', '.join(map(str, found.folders))}. The next "
@@ -194,8 +206,11 @@ def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
     )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _counted(count: int | None, what: str) -> str:
+    """Return a count with the plural `what`: `1 file`, `2 files`, `unknown rows`."""
+    if count is None:
+        return f"unknown {what}"
+    return f"{count:,} {what.removesuffix('s') if count == 1 else what}"
 
 
 def rolled_back(console: Console, name: str, restored: Version, left: Version) -> None:
@@ -214,16 +229,13 @@ def collection(console: Console, found: GcReport) -> None:
     if found.garbage:
         console.print(table)
     verb = "freed" if found.deleted else "would be freed with --delete"
-    console.print(f"{len(found.garbage)} items, {found.bytes:,} bytes {verb}; {found.kept} artifacts are kept")
+    items, kept = _counted(len(found.garbage), "items"), _counted(found.kept, "artifacts")
+    console.print(f"{items}, {found.bytes:,} bytes {verb}; {kept} kept")
 
 
 def _short_kind(kind: str) -> str:
     name, _, rule = kind.partition("/")
     return f"{name}/{short(rule)}" if rule else kind
-
-
-def _count(count: int | None) -> str:
-    return "unknown" if count is None else f"{count:,}"
 
 
 def inspected(console: Console, found: InspectedRow) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import dagster as dg
 from dagster_shared.error import SerializableErrorInfo
@@ -58,8 +58,9 @@ class RunReport:
     """The report of a run. The run can fail outside its assets as well: then `error` is the cause, and no asset failed.
 
     `is_champion` and `reasons` are the gate's decision about `model_version`, or the user's later one. `notes` advise on a
-    policy that hardly differs from its reference model. `mlflow_url` has the charts of the policy's run; `is_served` is false
-    if `pedigree ui` has to serve it.
+    policy that hardly differs from its reference model. `mlflow_url` has the charts of the policy's run, `version_url` the
+    version; `is_served` is false if `pedigree ui` has to serve them. `result`: the evaluation in one sentence. `report`: the
+    path of its HTML report. `gate`: the figures behind a decision that was made now.
     """
 
     recipe: str
@@ -77,6 +78,10 @@ class RunReport:
     is_served: bool = True
     error: str | None = None
     notes: list[str] = field(default_factory=list)
+    result: str | None = None
+    report: str | None = None
+    version_url: str | None = None
+    gate: dict[str, float] = field(default_factory=dict)
 
     @property
     def interrupted(self) -> bool:
@@ -118,7 +123,9 @@ def report_of(
             assets.append(_asset_run(asset, done.get(asset), errors))
     evaluated = done.get("evaluation", Materialization()).fingerprint
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
-    trained, released = (done.get(name, Materialization()).metadata for name in ("policy", "released_model"))
+    trained, judged, released = (
+        done.get(name, Materialization()).metadata for name in ("policy", "evaluation", "released_model")
+    )
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=run_id,
@@ -128,6 +135,10 @@ def report_of(
         metrics=details.get("metrics", {}),
         mlflow_run_id=trained.get("mlflow_run_id"),
         mlflow_url=trained.get("mlflow"),
+        result=judged.get("result"),
+        report=released.get("page_file") or judged.get("page_file"),
+        version_url=released.get("mlflow"),
+        gate=_gate_figures(released),
         model_version=released.get("model_version"),
         is_champion=released["champion"] == "yes" if released else None,
         reasons=released.get("reasons"),
@@ -136,6 +147,13 @@ def report_of(
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
         notes=_notes(pipeline, checks, done, services.store),
     )
+
+
+def _gate_figures(released: Mapping[str, Any]) -> dict[str, float]:
+    """Return the compared values of candidate and champion; empty without a champion, or for an earlier decision."""
+    names = [name for name in released if name.startswith(("candidate_", "champion_")) and not name.endswith("_pairs")]
+    has_champion = any(name.startswith("champion_") for name in names)
+    return {name: released[name] for name in (*names, "gain", "standard_error")} if has_champion else {}
 
 
 def _notes(

@@ -61,8 +61,17 @@ def test_one_cause_of_two_failures_is_printed_once_and_last_with_an_unwrapped_pa
 
 def test_a_run_ends_with_what_the_gate_decided():
     reasons = "held-out loss 0.51 against 0.62"
-    assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {reasons}"
-    assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {reasons}"
+    about: dict[str, Any] = {"result": "98 of 100 pairs.", "report": PATH, "version_url": CHARTS}
+    about["gate"] = {"candidate_loss": 0.51, "champion_loss": 0.62, "gain": 0.11, "standard_error": 0.02}
+    for is_champion, verdict in ((True, "is champion"), (False, "is not champion")):
+        assert shown(replace(report([MADE], is_champion=is_champion), **about))[-6:] == [
+            "result: 98 of 100 pairs.",
+            f"version 3 {verdict}: {reasons}",
+            "compared with the champion before: candidate loss 0.51, champion loss 0.62, gain 0.11, standard error 0.02",
+            f"report: {PATH}",
+            f"charts (served by `pedigree ui`): {CHARTS}",
+            f"version (served by `pedigree ui`): {CHARTS}",
+        ]
 
 
 def test_address_of_the_charts_is_unwrapped():
@@ -70,8 +79,8 @@ def test_address_of_the_charts_is_unwrapped():
     made = report([MADE])
     for served, needs_server in ((made, True), (replace(made, is_served=True), False)):
         [line] = [line for line in shown(served) if CHARTS in line]
-        assert ("`pedigree ui`" in line) is needs_server and "MLflow" in line
-    assert not any("MLflow" in line for line in shown(replace(made, mlflow_url=None)))
+        assert ("`pedigree ui`" in line) is needs_server and line.startswith("charts")
+    assert not any("charts" in line for line in shown(replace(made, mlflow_url=None)))
 
 
 def test_failed_check_is_printed_once():
@@ -80,11 +89,11 @@ def test_failed_check_is_printed_once():
         CheckRun("policy", "polite", False, False, ""),
     )
     short = CheckRun("policy", "short", False, False, "[too] long")
-    *_, first, second, verdict = shown(report([MADE], is_champion=True, checks=[passed, short, polite]))
+    *_, first, second, verdict, _ = shown(report([MADE], is_champion=True, checks=[passed, short, polite]))
     assert (first, second) == ("policy: the check short failed: [too] long", "policy: the check polite failed")
     assert verdict.startswith("version 3 is champion")
     failed = AssetRun("policy", "failed", "cd" * 32, 1.0, short.failure)
-    *_, first, second = shown(report([MADE, failed], checks=[passed, replace(short, stops=True), polite]))
+    *_, first, _, second = shown(report([MADE, failed], checks=[passed, replace(short, stops=True), polite]))
     assert (first, second) == ("policy: the check polite failed", "policy failed: the check short failed: [too] long")
 
 
@@ -107,8 +116,8 @@ def test_eight_of_many_samples_are_shown_evenly_spread(count: int, seen: range):
     assert any("(8 of 40)" in line for line in lines) == (count == 40)
 
 
-def test_progress_without_a_terminal_is_a_line_each_phase_and_minute():
-    """Otherwise three hours of training in CI would print nothing. A path in brackets is not markup."""
+def test_progress_without_a_terminal_is_a_line_each_phase_and_ten_seconds():
+    """Otherwise a training in CI would print nothing. A phase ends with its last count. A path in brackets is not markup."""
     console = Console(width=40, record=True, file=open("/dev/null", "w"))
     steps = [
         {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
@@ -118,12 +127,12 @@ def test_progress_without_a_terminal_is_a_line_each_phase_and_minute():
         loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
         for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
             progress.on_event({**event, "asset": "policy"})
+        progress.on_event({"event": "phase", "phase": "saving", "time": 1131.0, "asset": "policy"})
         progress.on_event({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
     assert console.export_text().splitlines() == [
         "policy: training",
-        "policy: 1 of 300 steps, loss 0.5000, 299 s left",
-        "policy: 62 of 300 steps, loss 0.5000, 238 s left",
-        "policy: 123 of 300 steps, loss 0.5000, 177 s left",
+        *(f"policy: {n} of 300 steps, loss 0.5000, {300 - n} s left" for n in (*range(1, 131, 11), 130)),
+        "policy: saving",
         "policy: [/a/path] is a file",
     ]
 
@@ -160,7 +169,7 @@ def test_new_phase_has_no_known_end():
         for event in events:
             progress.on_event({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
-    assert "0/?" in last and "saving" in last and "steps" not in last
+    assert "?" not in last.replace("\x1b[?25h", "") and "saving" in last and "steps" not in last
 
 
 def test_narrow_terminal_shortens_text_before_figures():
@@ -260,10 +269,10 @@ def test_verification_tables_name_the_row_that_differs():
     title, *lines, tolerance = text_of(tables.verification, Verification("weekly", artifacts, rows, 0.001, False))
     assert "weekly" in title and " 0.001 nats " in tolerance
     assert lines == [
-        "asset | fingerprint |  | fault",
+        "asset | fingerprint | result | fault",
         "policy | 0123456789ab | differs | file [a] is corrupt",
         "Scored again, in nats",
-        "row | chosen stored | live | rejected stored | live",
+        "row | chosen stored | live | rejected stored | live | result",
         "0 | -5.00000 | -5.00010 | -5.00000 | -5.00000 | ok",
         "7 | -5.00000 | -5.00010 | -5.00000 | -12.00000 | differs",
     ]

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 HERE = Path(__file__).parent
 VOCABULARY = 1024  # enough for every word to become one token
@@ -185,6 +186,7 @@ def write_data(
 
 def main() -> None:
     rows = list(pairs())
+    disable_progress_bar()
     make_model(write_data(HERE, rows)).save_pretrained(HERE / "base")
     print(f"{len(rows)} pairs in preferences.jsonl, tokenizer and random weights in {HERE.name}/base")
 
