@@ -22,7 +22,7 @@ from training.contract.system.atomic_io import write_durably
 SERVED_VARIABLE = "PEDIGREE_PAGES"  # set if Dagster's server serves these pages
 PAGES_FOLDER = "pages"
 PAGES_PATH = f"/{PAGES_FOLDER}"  # on Dagster's web server
-LINK = ".link"
+CARD, LINK = ".svg", ".link"
 
 _CHARTS, _REPORT, _PAIRS, _VERSION = "charts", "report.html", "reference_logprobs.html", "version"
 _LINKS: dict[str, dict[str, str]] = {
@@ -40,7 +40,7 @@ def description(pipeline: Pipeline, asset: str, text: str) -> str:
     """
     if not os.environ.get(SERVED_VARIABLE):
         return text
-    card = f"![The latest result appears here]({_address(pipeline, f'{asset}.svg')})"
+    card = f"![The latest result appears here]({_address(pipeline, asset + CARD)})"
     links = " · ".join(f"[{label}]({_address(pipeline, name)})" for label, name in _LINKS.get(asset, {}).items())
     return "\n\n".join(filter(None, (text, links, card)))
 
@@ -49,7 +49,17 @@ def publish_card(home: Path, pipeline: Pipeline, asset: str, metadata: Mapping[s
     """Write the result card: the sentence in `result`, and the first picture among the metadata."""
     markdown = (value.value or "" for value in metadata.values() if isinstance(value, dg.MarkdownMetadataValue))
     picture = next((text for text in markdown if text.startswith("![")), None)
-    _write(home, pipeline, f"{asset}.svg", render_card(metadata["result"].value, picture))
+    _write(home, pipeline, asset + CARD, render_card(metadata["result"].value, picture))
+
+
+def publish_stale_card(home: Path, pipeline: Pipeline, asset: str, metadata: Mapping[str, Any], stale: str) -> None:
+    """Write the card of the latest materialization again, with why it is out of date; an empty text means it is fresh.
+
+    `metadata`: plain values of the materialization. Those of earlier versions have no sentence.
+    """
+    pictures = [value for value in metadata.values() if isinstance(value, str) and value.startswith("![")]
+    card = render_card(str(metadata.get("result", "")), next(iter(pictures), None), stale)
+    _write(home, pipeline, asset + CARD, card)
 
 
 def publish_pairs(home: Path, pipeline: Pipeline, page: str) -> dict[str, dg.MetadataValue[Any]]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dagster._core.workspace.load_target import WorkspaceFileTarget
 from dagster_webserver.cli import DEFAULT_DB_STATEMENT_TIMEOUT, DEFAULT_POOL_MAX_OVERFLOW, DEFAULT_POOL_RECYCLE
 from dagster_webserver.version import __version__
 from dagster_webserver.webserver import DagsterWebserver
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
@@ -19,7 +21,8 @@ from starlette.routing import BaseRoute, Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from assets.views.pages import LINK, PAGES_FOLDER, PAGES_PATH
+from assets.views.pages import CARD, LINK, PAGES_FOLDER, PAGES_PATH
+from assets.views.result_card import render_card
 from model_registry.connection import PAGES_VARIABLE
 from workflows.servers.same_origin import SameOriginOnly, allowed_hosts
 from workflows.servers.server_processes import LOOPBACK
@@ -31,8 +34,13 @@ class Pages(StaticFiles):
     """The pages of the latest materializations, with texts from data. They get no scripts and no origin."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Return a file, or a redirect to the address in it."""
-        answer = await super().get_response(path, scope)
+        """Return a file, or a redirect to the address in it. A missing card says that there is no result yet."""
+        try:
+            answer = await super().get_response(path, scope)
+        except HTTPException as error:
+            if error.status_code != HTTPStatus.NOT_FOUND or not path.endswith(CARD):
+                raise
+            answer = Response(render_card("Not materialized yet.", None), media_type="image/svg+xml")
         if isinstance(answer, FileResponse) and path.endswith(LINK):
             address = Path(answer.path).read_text(encoding="utf-8")
             return RedirectResponse(_at_current_port(address), headers={"Cache-Control": "no-store"})
