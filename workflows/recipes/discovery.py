@@ -17,7 +17,7 @@ from assets.factory import build_assets
 from assets.pipeline.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from training.contract.identity.fingerprint import check_text, short
-from workflows.orchestration.automation import retraining
+from workflows.orchestration.automation import release_freshness, retraining
 from workflows.recipes.component import DEFS, PreferenceTuning
 from workflows.recipes.yaml_file import (
     NAME,
@@ -45,7 +45,8 @@ class LoadedRecipe:
     @cached_property
     def definitions(self) -> dg.Definitions:
         """All definitions for Dagster. Built on first use, as it takes long: only a run needs them, for one variant."""
-        return dg.Definitions.merge(dg.Definitions(assets=build_assets(self.pipeline)), self.automation)
+        assets = build_assets(self.pipeline, release_freshness(self.pipeline))
+        return dg.Definitions.merge(dg.Definitions(assets=assets), self.automation)
 
 
 def find_recipes(text: str) -> list[LoadedRecipe]:

@@ -1,5 +1,6 @@
 """GPU work outside of a recipe's run takes a slot of the pool, waits for it, and frees it."""
 
+import logging
 import os
 import signal
 import threading
@@ -90,6 +91,11 @@ def test_work_waits_for_a_slot_and_reports_it(services, instance, caplog):
     thread.join()
     assert order == ["given back", "worked"]
     check_values(caplog.text, "pool gpu", other.run_id)
+    [waited] = [run.run_id for run in instance.get_runs() if run.run_id != other.run_id]
+    shown = [
+        e for e in instance.all_logs(waited) if f"waiting for the pool gpu, taken by run {other.run_id}" in e.message
+    ]
+    assert [entry.level for entry in shown] == [logging.INFO], "Dagster's pages hide the level DEBUG"
 
 
 def test_waiting_work_takes_the_slot_of_a_dead_run(services, instance, caplog):

@@ -65,7 +65,7 @@ def test_reading_one_of_many_variants_builds_no_assets(tmp_path, monkeypatch):
     folder = write_recipe(tmp_path / "many", {**ATTRIBUTES, "variants": {"a": {"training": {"seed": 1}}}})
     made = []
 
-    def declare(pipeline):
+    def declare(pipeline, freshness):
         made.append(pipeline.name)
         return []
 
