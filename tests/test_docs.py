@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from assets.bodies.checks import check_specs
 from assets.pipeline.graph import GRAPH
 from training.contract.config.optimizer import Muon
-from training.contract.config.recipe import Adapter, Recipe, SupervisedTuning, Training
+from training.contract.config.recipe import Recipe
+from training.contract.config.training import Adapter, SupervisedTuning, Training
 from training.contract.config.variants import RecipeDocument, merged
 from training.launch.cluster.engine_file import read_engine
 from training.losses.preference import METRICS

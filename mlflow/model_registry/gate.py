@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.contract.config.recipe import Gate
+from training.contract.config.release import Gate
 
 # With fewer prompts, the standard error is too uncertain for a decision.
 MIN_PROMPTS = 10

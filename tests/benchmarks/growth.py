@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import machine, run, table
 from tests.benchmarks.workload import Workload, policy_job, publish_pairs, reference_job
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.store.store import Store
 
 PROMPT = 64

@@ -20,7 +20,7 @@ from typing import Any
 from tests.benchmarks.operations import CPU, Operations, count
 from tests.benchmarks.setting import BATCH, machine, run, table
 from tests.benchmarks.workload import Rows, Workload, multi_turn_rows, policy_job, prepare, reference_job
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.protocol.events import read_events
 from training.contract.store.store import Artifact, Store
 from training.data.tokenization.pair_dataset import Pairs

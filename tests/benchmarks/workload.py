@@ -21,7 +21,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from tests.training.workshop import Workshop
-from training.contract.config.recipe import Compute, Dtype, Reference, Tokenization, Training
+from training.contract.config.fields import Dtype
+from training.contract.config.recipe import Compute, Reference, Tokenization
+from training.contract.config.training import Training
 from training.contract.identity.fingerprint import fingerprint, sequence_key
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import Derivation

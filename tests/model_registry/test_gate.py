@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import model_registry.gate
 from model_registry.gate import MIN_PROMPTS, Decision, GateMetric, PairedScores, paired_difference, rounded
-from training.contract.config.recipe import Gate
+from training.contract.config.release import Gate
 
 ACCURACY = "eval/rewards/accuracies"
 losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)

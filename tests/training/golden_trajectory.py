@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.training.worlds import build_world
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
 from training.distributed import ALONE

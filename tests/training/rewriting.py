@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.runs import settings
 from tests.training.worlds import TinyWorld
-from training.contract.config.recipe import Compute, SupervisedTuning
+from training.contract.config.recipe import Compute
+from training.contract.config.training import SupervisedTuning
 from training.contract.identity.file_stamps import artifact_stamps, model_stamps
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from training.contract.protocol.events import Event, Follower

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
 from training.contract.store.logprob_table import LogProbTable

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from training.contract.config.recipe import Generation
+from training.contract.config.release import Generation
 from training.contract.errors import TemplateError
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group

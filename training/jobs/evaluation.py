@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.contract.config.loss import Loss
-from training.contract.config.recipe import Generation
+from training.contract.config.release import Generation
 from training.contract.errors import DataError
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.events import EventWriter

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from training.contract.config.recipe import SupervisedTuning
+from training.contract.config.training import SupervisedTuning
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import JobResult

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from training.contract.config.recipe import Adapter, Compute
+from training.contract.config.recipe import Compute
+from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job

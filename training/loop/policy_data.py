@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from training.contract.config.recipe import TrainingSpec
+from training.contract.config.training import TrainingSpec
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.logprob_table import LogProbTable

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.contract.config.recipe import SupervisedTuning, Training
+from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import TrainingError
 from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, seed_sequence
 from training.loop.objective import Objective

@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from training.contract.config.recipe import Adapter
+from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.model_identity import (

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from training.contract.config.recipe import Adapter, Compute
+from training.contract.config.recipe import Compute
+from training.contract.config.training import Adapter
 from training.contract.errors import ModelError, TrainingError, without_code
 from training.contract.protocol.events import EventWriter
 from training.model.adapter import add_adapter, train_mode

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from training.contract.config.recipe import Adapter, Dtype
+from training.contract.config.fields import Dtype
+from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import ADAPTER_CONFIG
 from training.contract.protocol.job import Input
 from training.model.adapter import add_adapter, load_policy

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from training.contract.config.recipe import Dtype
+from training.contract.config.fields import Dtype
 from training.contract.errors import CorruptArtifact
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import read_manifest

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from training.contract.config.optimizer import Muon
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 
 STEPS, EPOCHS = 100, 3
 _BATCH_SIZES, _MOST_EPOCHS = (4, 64), 10

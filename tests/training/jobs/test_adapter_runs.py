@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import SIDES, losses, naive_losses, published, settings, timeless, told, tune
-from training.contract.config.recipe import Adapter
+from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.training.model.architectures import LINEAR, build_multimodal, groups
 from tests.training.runs import losses, published, settings, told, tune
 from tests.training.worlds import TinyWorld, build_world
-from training.contract.config.recipe import Adapter, Compute, SupervisedTuning
+from training.contract.config.recipe import Compute
+from training.contract.config.training import Adapter, SupervisedTuning
 from training.contract.protocol.events import EventWriter, read_events
 from training.distributed import ALONE
 from training.evaluation.generate import greedy

@@ -12,7 +12,7 @@ import pytest
 from tests.training.runs import published, timeless, told, tune
 from tests.training.worlds import build_world
 from training.checkpoint.async_saver import AsyncSaver
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
 from training.contract.store.store import Artifact

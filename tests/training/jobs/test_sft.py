@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
-from training.contract.config.recipe import SupervisedTuning
+from training.contract.config.training import SupervisedTuning
 from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from training.contract.protocol.events import EventWriter

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
 from training.launch.launcher import write_job

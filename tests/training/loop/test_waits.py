@@ -20,7 +20,8 @@ from transformers import masking_utils
 from tests.training.model.architectures import LOCAL, build
 from tests.training.worlds import build_world
 from training.contract.config.loss import LossType
-from training.contract.config.recipe import Compute, SupervisedTuning, Training
+from training.contract.config.recipe import Compute
+from training.contract.config.training import SupervisedTuning, Training
 from training.contract.protocol.events import EventWriter
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import BatchSampler, TokenCounts, train_items

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tests.training.model.architectures import GPT2, alone, build, gradients, groups
-from training.contract.config.recipe import Adapter
+from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
 from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
 from training.contract.protocol.job import Input

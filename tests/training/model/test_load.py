@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.training.model.architectures import GPT2, MULTIMODAL, build, build_multimodal
-from training.contract.config.recipe import Adapter
+from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
 from training.model.adapter import add_adapter
 from training.model.load import left_out, load_model, save_model

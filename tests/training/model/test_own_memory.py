@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training.worlds import build_world
-from training.contract.config.recipe import Adapter
+from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.job import Input
 from training.model.adapter import add_adapter, load_policy, save_adapter

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.training.model.architectures import MULTIMODAL, VARIANTS, build, build_multimodal
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
-from training.contract.config.recipe import SupervisedTuning, Training
+from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import ModelError
 from training.contract.protocol.job import Input, Job
 from training.contract.store.logprob_table import LogProbTable

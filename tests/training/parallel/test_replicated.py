@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.checkpoint.tensor_slices import LocalRows
-from training.contract.config.recipe import Adapter, Dtype
+from training.contract.config.fields import Dtype
+from training.contract.config.training import Adapter
 from training.distributed import ALONE
 from training.parallel.model_specs import TrainModelSpec
 from training.parallel.placement import Placement

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.runs import on_two_ranks
-from training.contract.config.recipe import Adapter, Parallel
+from training.contract.config.recipe import Parallel
+from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input

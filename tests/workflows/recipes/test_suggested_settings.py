@@ -8,7 +8,7 @@ import pytest
 
 from tests.workflows.homes import ROOT, check_values
 from training.contract.config.optimizer import AdamW
-from training.contract.config.recipe import Training
+from training.contract.config.training import Training
 from workflows.recipes.suggested_settings import (
     STEPS,
     SuggestedSettings,

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from trl import DPOConfig, DPOTrainer
 
 from tests.workflows.homes import ROOT
+from training.contract.config.fields import Dtype
 from training.contract.config.loss import Divergence, LossType
-from training.contract.config.recipe import Dtype, Tokenization
+from training.contract.config.recipe import Tokenization
 from training.contract.config.variants import RecipeDocument
 from workflows.recipes.trl_names import ABSENT, CHOICES, FIELDS
 

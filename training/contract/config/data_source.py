@@ -42,17 +42,21 @@ class DataSource(ConfigSection):
     sources. `fraction` is the used share of prompts. Held-out pairs of sources with the same `name` get separate metrics.
     """
 
-    path: Text | None = None
-    hub: Text | None = None
-    config: Text | None = None
-    split: Text | None = None
-    revision: Text | None = None
-    format: Format = "auto"
-    columns: dict[FieldName, Column | None] = Field(default={})
-    roles: dict[TheirRole, Role] = Field(default={})
-    name: SourceName | None = None
-    held_out: bool = False
-    fraction: Annotated[Positive, Field(le=1)] = 1.0
+    path: Text | None = Field(None, description="A file, a glob or a folder of local files, relative to the recipe.")
+    hub: Text | None = Field(None, description="The id of a data set of the Hub, instead of `path`.")
+    config: Text | None = Field(None, description="The configuration of the Hub's data set.")
+    split: Text | None = Field(None, description="The split of the Hub's data set.")
+    revision: Text | None = Field(None, description="The branch, tag or commit of the Hub's data set.")
+    format: Format = Field("auto", description="The layout of the rows. `auto` detects it from the first rows.")
+    columns: dict[FieldName, Column | None] = Field(
+        default={}, description="The data's column for a field of the format, or null if the data lacks it."
+    )
+    roles: dict[TheirRole, Role] = Field(default={}, description="The role in this project for a role in the data.")
+    name: SourceName | None = Field(None, description="The name under which held-out pairs get metrics of their own.")
+    held_out: bool = Field(False, description="Use this source only for evaluation.")
+    fraction: Annotated[Positive, Field(le=1)] = Field(
+        1.0, description="The share of the source's prompts to use, chosen by hash."
+    )
 
     @model_validator(mode="after")
     def _check_one_origin(self) -> Self:

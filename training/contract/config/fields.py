@@ -32,6 +32,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUM
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 # A larger count can only be a typing error, and might not fit where counts are stored.
 MOST = 2**31 - 1
+Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 

@@ -85,10 +85,12 @@ _OWN = {name for kind in LossType for name in kind.traits.own_settings}  # field
 class TypedLoss(ConfigSection):
     """A type with its settings. A setting of another type is an error in a recipe, and is left out of the output."""
 
-    type: LossType
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(NUMERIC)] = 0.0
-    gamma: NonNegative = 0.5
-    tau: Positive = 0.05
+    type: LossType = Field(description="The type of loss.")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(NUMERIC)] = Field(
+        0.0, description="The assumed share of wrong labels."
+    )
+    gamma: NonNegative = Field(0.5, description="The target margin of SimPO, before beta.")
+    tau: Positive = Field(0.05, description="The temperature of DiscoPOP.")
 
     @model_validator(mode="after")
     def _check_settings_of_type(self) -> Self:
@@ -108,7 +110,7 @@ class TypedLoss(ConfigSection):
 class LossTerm(TypedLoss):
     """A term of a mixture: its loss, times `weight`. Its beta is the mixture's."""
 
-    weight: Positive = 1.0
+    weight: Positive = Field(1.0, description="The factor of this loss in the sum.")
 
     @model_validator(mode="after")
     def _check_simple(self) -> Self:
@@ -123,8 +125,12 @@ class Divergence(ConfigSection):
     `alpha`, for the alpha-divergence only, is between 0 (forward KL) and 1 (reverse KL).
     """
 
-    type: Literal["reverse_kl", "forward_kl", "js", "alpha"]
-    alpha: Annotated[float, Field(gt=0, lt=1), WithJsonSchema(NUMERIC)] | None = None
+    type: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
+        description="The divergence between policy and reference model."
+    )
+    alpha: Annotated[float, Field(gt=0, lt=1), WithJsonSchema(NUMERIC)] | None = Field(
+        None, description="The alpha of the alpha-divergence."
+    )
 
     @model_validator(mode="after")
     def _check_alpha(self) -> Self:
@@ -141,12 +147,18 @@ class Loss(TypedLoss):
     `ld_alpha`, `weighting` and `divergence` are off by default, and apply to all preference losses of a mixture.
     """
 
-    type: LossType = LossType.SIGMOID
-    beta: Positive = 0.1
-    of: tuple[LossTerm, ...] = ()
-    ld_alpha: Share | None = None
-    weighting: Literal["wpo"] | None = None
-    divergence: Divergence | None = None
+    type: LossType = Field(LossType.SIGMOID, description="The type of loss.")
+    beta: Positive = Field(
+        0.1, description="The strength of the pull towards the reference model: rewards are beta times log-ratios."
+    )
+    of: tuple[LossTerm, ...] = Field((), description="The losses of a mixture.")
+    ld_alpha: Share | None = Field(
+        None, description="The weight of tokens beyond the shorter response's length (LD-DPO); none: all count alike."
+    )
+    weighting: Literal["wpo"] | None = Field(
+        None, description="Weights of the pairs: `wpo` weights them by the policy's probability."
+    )
+    divergence: Divergence | None = Field(None, description="Another divergence than the reverse KL of DPO.")
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:

@@ -17,11 +17,15 @@ def _check_fields(section: Any, foreign: set[str], reason: str) -> Any:
 class AdamW(ConfigSection):
     """Adaptive moments with decoupled weight decay (Loshchilov and Hutter 2019), for every parameter."""
 
-    type: Literal["adamw"] = "adamw"
-    learning_rate: Positive = 5e-7
-    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
+    type: Literal["adamw"] = Field("adamw", description="AdamW for every parameter.")
+    learning_rate: Positive = Field(5e-7, description="The highest learning rate, after the warm-up.")
+    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = Field(
+        (0.9, 0.999), description="Decay rates of the two moments."
+    )
+    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
+    weight_decay: NonNegative = Field(
+        0.0, description="Decoupled weight decay of matrices; norms and biases have none."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -37,14 +41,18 @@ class Muon(ConfigSection):
     `original` scales it by sqrt(rows / columns) if a matrix has more rows than columns.
     """
 
-    type: Literal["muon"]
-    learning_rate: Positive = 5e-7
-    weight_decay: NonNegative = 0.0
-    momentum: Fraction = 0.95
-    nesterov: bool = True
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    adamw: AdamW = AdamW()
+    type: Literal["muon"] = Field(description="Muon for the matrices of the layers.")
+    learning_rate: Positive = Field(5e-7, description="The highest learning rate, after the warm-up.")
+    weight_decay: NonNegative = Field(0.0, description="Decoupled weight decay of these matrices.")
+    momentum: Fraction = Field(0.95, description="Decay rate of the momentum.")
+    nesterov: bool = Field(True, description="Whether the momentum looks one step ahead.")
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(
+        5, description="Newton-Schulz iterations of the orthogonalization."
+    )
+    adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw", description="How the size of an update follows the shape of its matrix."
+    )
+    adamw: AdamW = Field(AdamW(), description="The optimizer of all other parameters.")
 
     @model_validator(mode="before")
     @classmethod
@@ -76,5 +84,7 @@ Optimizer = Annotated[AdamW | Muon, BeforeValidator(_select_by_type)]
 class Schedule(ConfigSection):
     """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or a constant rate."""
 
-    type: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_ratio: Fraction = 0.1
+    type: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="The course of the learning rate after the warm-up."
+    )
+    warmup_ratio: Fraction = Field(0.1, description="The share of the steps in which the rate rises from zero.")

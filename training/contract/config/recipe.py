@@ -5,7 +5,6 @@ artifact's key. `automation`, `compute` and paths do not change a result, so the
 files count.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,20 +16,15 @@ from training.contract.config.fields import (
     ConfigSection,
     Count,
     Date,
+    Dtype,
     Fraction,
-    Name,
-    NonNegative,
-    Positive,
-    Seed,
     Share,
-    SourceName,
     Text,
 )
-from training.contract.config.loss import Loss
-from training.contract.config.optimizer import AdamW, Optimizer, Schedule
+from training.contract.config.release import Release
+from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import RecipeError
 
-Dtype = Literal["float32", "bfloat16"]
 # Variables of every chat template, and arguments of the rendering function.
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now", "self", "conversations"}
 RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
@@ -39,10 +33,12 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class Data(ConfigSection):
-    sources: tuple[DataSource, ...] = Field(min_length=1)
-    validation_fraction: Fraction = 0.1
-    duplicates: Literal["keep", "drop"] = "keep"
-    max_quarantined: Share = 0.05
+    sources: tuple[DataSource, ...] = Field(min_length=1, description="The sources of preference pairs.")
+    validation_fraction: Fraction = Field(0.1, description="The share of prompts to hold out, chosen by hash.")
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep", description="Whether repeated pairs are kept, or only the first of them."
+    )
+    max_quarantined: Share = Field(0.05, description="The highest share of rejected rows; with more, the run fails.")
 
     @property
     def has_named_sources(self) -> bool:
@@ -56,14 +52,22 @@ class Data(ConfigSection):
 
 
 class Tokenization(ConfigSection):
-    tokenizer: Text | None = None
-    revision: Text | None = None
-    chat_template: Text | None = None
-    template_kwargs: dict[str, Any] = Field(default={})
-    date: Date | None = None
-    train_on: Literal["last_response", "assistant_turns"] = "last_response"
-    max_length: Annotated[int, Field(ge=2, le=MOST)] = 1024
-    over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
+    tokenizer: Text | None = Field(
+        None, description="A folder, a Hub id or a registered version; by default the base model's tokenizer."
+    )
+    revision: Text | None = Field(None, description="The branch, tag or commit of the tokenizer on the Hub.")
+    chat_template: Text | None = Field(None, description="A Jinja file, by default the tokenizer's own template.")
+    template_kwargs: dict[str, Any] = Field(default={}, description="Arguments of the chat template.")
+    date: Date | None = Field(None, description="The date for templates that write the current one.")
+    train_on: Literal["last_response", "assistant_turns"] = Field(
+        "last_response", description="Train on the last response, or on all turns of the assistant."
+    )
+    max_length: Annotated[int, Field(ge=2, le=MOST)] = Field(
+        1024, description="The most tokens of prompt and response."
+    )
+    over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = Field(
+        "drop", description="What happens to a longer pair."
+    )
 
     @model_validator(mode="after")
     def _check_revision(self) -> Self:
@@ -80,171 +84,53 @@ class Tokenization(ConfigSection):
         return self
 
 
-class SupervisedTuning(ConfigSection):
-    """Supervised fine-tuning of the base model on the chosen responses; the result is the reference model."""
-
-    epochs: Count = 1
-    batch_size: Count = 32
-    micro_tokens: Count = 16384
-    optimizer: Optimizer = AdamW(learning_rate=2e-5)
-    schedule: Schedule = Schedule()
-    max_grad_norm: Positive = 1.0
-    precision: Dtype = "float32"
-    router_aux_loss_coef: NonNegative = 0.0
-    seed: Seed = 0
-
-
 class Reference(ConfigSection):
-    model: Text
-    revision: Text | None = None
-    dtype: Dtype = "float32"
-    sft: SupervisedTuning | None = None
-
-
-class Adapter(ConfigSection):
-    """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
-
-    Names follow peft's LoraConfig, without `lora_`. A target is the end of a linear layer's dotted name.
-    """
-
-    type: Literal["lora"] = "lora"
-    rank: Count = 16
-    alpha: Count = 32
-    dropout: Fraction = 0.0
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    export: Literal["merged", "adapter"] = "merged"
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the policy is written as a full model, not as an adapter without its base."""
-        return self.export == "merged"
-
-
-class Training(ConfigSection):
-    loss: Loss = Loss()
-    start_from: Literal["reference", "champion"] = "reference"
-    epochs: Count = 1
-    max_steps: Count | None = None
-    batch_size: Count = 64
-    micro_tokens: Count = 16384
-    optimizer: Optimizer = AdamW()
-    schedule: Schedule = Schedule()
-    max_grad_norm: Positive = 1.0
-    precision: Dtype = "float32"
-    head_precision: Literal["exact", "float8"] = "exact"
-    disable_dropout: bool = True
-    router_aux_loss_coef: NonNegative = 0.0
-    adapter: Adapter | None = None
-    seed: Seed = 0
-
-    @model_validator(mode="after")
-    def _check_float8(self) -> Self:
-        if self.head_precision == "float8" and self.precision != "bfloat16":
-            raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
-        if self.head_precision == "float8" and self.loss.couples_pairs:
-            coupling = [term.type for term in self.loss.terms if term.type.traits.couples_pairs]
-            raise ValueError(
-                f"`head_precision: float8` with a loss of type {', '.join(coupling)}: this loss would compare a pair's 8-bit "
-                f"log-probs with exact log-probs of other pairs; use `head_precision: exact`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_adapter_base(self) -> Self:
-        if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
-            raise ValueError(
-                "`start_from: champion` with `adapter.export: adapter`: the evaluation would put the adapter on the "
-                "reference model, but it was trained on the champion; use `adapter.export: merged`"
-            )
-        return self
-
-    def steps(self, pairs: int) -> int:
-        """Return the number of optimizer steps on this number of training pairs."""
-        return self.max_steps or self.epochs * math.ceil(pairs / self.batch_size)
-
-
-class TrainingSpec(Training):
-    """The frozen section in the spec, with the fingerprint of the champion if training starts from it."""
-
-    champion: str | None = None
+    model: Text = Field(description="A folder, a Hub id, or a registered version such as `models:/name@champion`.")
+    revision: Text | None = Field(None, description="The branch, tag or commit of the model on the Hub.")
+    dtype: Dtype = Field("float32", description="The dtype of scoring and evaluation.")
+    sft: SupervisedTuning | None = Field(
+        None, description="Supervised tuning of the base model, which makes the reference model."
+    )
 
 
 class Evaluation(ConfigSection):
-    samples: Annotated[int, Field(ge=0, le=MOST)] = 8
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
-
-
-class Gate(ConfigSection):
-    """The gate: a candidate's held-out loss must beat the champion's by more than one standard error.
-
-    Its held-out accuracy must be at least `min_accuracy`. `min_accuracy_of` sets a minimum for sources by name.
-    """
-
-    type: Literal["ladder"] = "ladder"
-    min_accuracy: Share | None = None
-    min_accuracy_of: dict[SourceName, Share] = Field(default={})
-
-
-class Generation(ConfigSection):
-    """The default generation settings of the released model, also for the evaluation's samples.
-
-    Decoding is greedy at `temperature: 0`, else sampled. Names follow transformers; `top_k: 0` and `top_p: 1` allow all tokens.
-    """
-
-    temperature: NonNegative = 0.0
-    top_p: Annotated[Positive, Field(le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=MOST)] = 0
-    repetition_penalty: Positive = 1.0
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        if not self.temperature and (self.top_p, self.top_k) != (1.0, 0):
-            raise ValueError(
-                "`top_p` and `top_k` limit sampling, but `temperature: 0` decodes greedily; raise the temperature"
-            )
-        return self
-
-
-class Release(ConfigSection):
-    """The released model. `eos_tokens` are stop tokens in addition to the base model's."""
-
-    model_name: Name
-    eos_tokens: tuple[Text, ...] = ()
-    generation: Generation = Generation()
-    gate: Gate = Gate()
+    samples: Annotated[int, Field(ge=0, le=MOST)] = Field(8, description="The number of held-out prompts to answer.")
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = Field(64, description="The most tokens of an answer.")
 
 
 class Compute(ConfigSection):
     """How to run jobs, without an effect on results."""
 
-    processes_per_node: Count = 1
-    nodes: Count = 1
-    parallel: Parallel = "auto"
-    device: DeviceName = "auto"
-    activation_checkpointing: bool = False
-    compile: bool = False
-    evaluate_every: Count | None = None
-    checkpoint_every: Count = 50
-    keep_checkpoints: Count = 2
-    grace_seconds: Count = 30
-    queue: Text | None = None
+    processes_per_node: Count = Field(1, description="Processes on each machine, one for each GPU.")
+    nodes: Count = Field(1, description="The number of machines.")
+    parallel: Parallel = Field("auto", description="The placement of the weights on the processes.")
+    device: DeviceName = Field("auto", description="The kind of device.")
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass, to save memory."
+    )
+    compile: bool = Field(False, description="Compile the layers and the head.")
+    evaluate_every: Count | None = Field(None, description="Steps between held-out metrics; by default 50 or more.")
+    checkpoint_every: Count = Field(50, description="Steps between checkpoints.")
+    keep_checkpoints: Count = Field(2, description="The number of latest checkpoints to keep while a job runs.")
+    grace_seconds: Count = Field(30, description="The time for a stopped training to save a checkpoint, in seconds.")
+    queue: Text | None = Field(None, description="The profile in `engine.yaml` for the jobs of this recipe.")
 
 
 class Automation(ConfigSection):
-    cron: Text | None = None
-    timezone: Text = "UTC"
-    on_change: bool = True
+    cron: Text | None = Field(None, description="The schedule of retraining, five fields such as `0 6 * * 1`.")
+    timezone: Text = Field("UTC", description="The time zone of the schedule.")
+    on_change: bool = Field(True, description="Record changes of inputs, and rebuild everything downstream.")
 
 
 class Recipe(ConfigSection):
-    data: Data
-    tokenization: Tokenization = Tokenization()
-    reference: Reference
-    training: Training = Training()
-    evaluation: Evaluation = Evaluation()
-    release: Release
-    compute: Compute = Compute()
-    automation: Automation = Automation()
+    data: Data = Field(description="The preference pairs.")
+    tokenization: Tokenization = Field(Tokenization(), description="How text becomes tokens.")
+    reference: Reference = Field(description="The base model, and the reference model made from it.")
+    training: Training = Field(Training(), description="The preference tuning.")
+    evaluation: Evaluation = Field(Evaluation(), description="The evaluation on held-out pairs.")
+    release: Release = Field(description="The released model, and the gate.")
+    compute: Compute = Field(Compute(), description="How jobs run, without an effect on results.")
+    automation: Automation = Field(Automation(), description="Automatic runs.")
 
     @model_validator(mode="after")
     def _check_no_loop(self) -> Self:

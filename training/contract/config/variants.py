@@ -21,7 +21,9 @@ VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digit
 class RecipeDocument(Recipe):
     """A recipe, and the changes of its variants by name."""
 
-    variants: dict[VariantName, dict[str, Any]] = Field(default={})
+    variants: dict[VariantName, dict[str, Any]] = Field(
+        default={}, description="The changes of each variant, by its name."
+    )
 
     @property
     def recipe(self) -> Recipe:

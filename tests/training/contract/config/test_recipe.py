@@ -1,5 +1,6 @@
 """Recipes: valid fields, defaults, and the errors for invalid fields."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from training.contract.config.data_source import DataSource, settings_by_source,
 from training.contract.config.loss import Loss
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
+from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError
 
 SHORT: dict[str, Any] = {
@@ -348,3 +350,21 @@ def test_located_at_keeps_absolute_paths(tmp_path):
 
 def test_json_schema_forbids_unknown_fields():
     assert TypeAdapter(Recipe).json_schema()["additionalProperties"] is False
+
+
+def sections(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every section of a recipe's JSON schema by its name."""
+    yield "Recipe", schema
+    yield from schema["$defs"].items()
+
+
+def test_every_field_has_a_description_in_the_json_schema() -> None:
+    """Editors and Dagster show them."""
+    schema = RecipeDocument.model_json_schema()
+    missing = [
+        f"{section}.{name}"
+        for section, properties in sections(schema)
+        for name, field in properties.get("properties", {}).items()
+        if not str(field.get("description", "")).endswith(".")
+    ]
+    assert missing == []
