@@ -35,7 +35,7 @@ from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
 from model_registry.gate import Decision
 from model_registry.model_card import model_card, read_training
-from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
+from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags, tagged_lineage
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError, StoreError
 from training.contract.identity.fingerprint import fingerprint, short
@@ -142,7 +142,9 @@ def _register(candidate: Candidate) -> Version:
         tokenizer=candidate.artifacts["release_spec"].folder / "tokenizer",
         settings=candidate.artifacts["release_spec"].folder / "model",
         evaluation=candidate.artifacts["evaluation"].folder,
-        card=model_card(candidate.name, read_training(policy.folder), candidate.artifacts["evaluation"], lineage),
+        card=model_card(
+            candidate.name, read_training(policy.folder), candidate.artifacts["evaluation"], tagged_lineage(lineage)
+        ),
         lineage=lineage,
     )
 

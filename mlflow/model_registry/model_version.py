@@ -18,6 +18,7 @@ LINEAGE_FILE = "lineage.json"
 _PREFIX = "pedigree."
 _WEIGHTS = ("policy", MERGED)
 _NEEDED = ("evaluation", "release_spec", "tokenization_spec", "raw_preferences")
+_TAGGED = (*_WEIGHTS, *_NEEDED)
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Version:
     @property
     def known_lineage(self) -> dict[str, str]:
         """The fingerprints by kind in its tags. Versions released before LINEAGE_TAG have a tag for each kind."""
-        kinds = (*_WEIGHTS, *_NEEDED, *json.loads(self.tags.get(LINEAGE_TAG, "{}")))
-        return {kind: known for kind in dict.fromkeys(kinds) if (known := self.fingerprint_of(kind)) is not None}
+        return {kind: known for kind in _TAGGED if (known := self.fingerprint_of(kind)) is not None}
 
     def fingerprint_of(self, kind: str) -> str | None:
         """Return the fingerprint of the artifact of `kind` in its lineage; None if its tags do not have it."""
@@ -57,6 +57,11 @@ class Version:
         again.
         """
         return f"{self.name}/{self.number}-{short(fingerprint('downloaded_version', self.source))}"
+
+
+def tagged_lineage(lineage: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of a lineage that the tags of its version have."""
+    return {kind: lineage[kind] for kind in _TAGGED if kind in lineage}
 
 
 def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:

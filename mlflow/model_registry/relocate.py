@@ -29,10 +29,13 @@ def relocate_artifacts(database: Path, root: Path) -> None:
     if not database.is_file():
         return
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         for (old,) in connection.execute("SELECT artifact_location FROM experiments").fetchall():
             if (new := _new_address(old or "", root)) is None:
                 continue
             for table, column in _ADDRESSES:
+                if table not in tables:  # of an earlier version of MLflow, which adds it later
+                    continue
                 # Not LIKE: an address has a % for each space of its path.
                 connection.execute(
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",

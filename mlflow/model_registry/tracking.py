@@ -11,6 +11,7 @@ MLFLOW_REGISTRY_URI one for the registry alone.
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ CHARTS = "model-metrics"  # the name of a run's charts in MLflow's addresses
 _EVALUATION_TAG = "pedigree.evaluation"
 # The stores of MLflow with a registry; a folder of files only if the user set MLFLOW_ALLOW_FILE_STORE.
 _SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
+_VERSIONED = re.compile(r" v\d+$")
 _LOG = logging.getLogger(__name__)
 
 
@@ -214,8 +216,13 @@ class Tracker:
         return self._connection.try_reading("find the charts of a run", work) or page(self.tracking_uri)
 
     def rename_run(self, run_id: str, name: str) -> None:
-        """Name a run, finished or not. After an outage, it keeps its earlier name."""
-        self._connection.try_request("name a run", lambda client: client.update_run(run_id, name=name))
+        """Name a run after its version, finished or not. It keeps the name of an earlier version, also after an outage."""
+
+        def work(client: "MlflowClient") -> None:
+            if not _VERSIONED.search(client.get_run(run_id).info.run_name or ""):
+                client.update_run(run_id, name=name)
+
+        self._connection.try_request("name a run", work)
 
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
         """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`. Return whether the server has both.

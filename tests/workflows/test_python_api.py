@@ -129,8 +129,9 @@ def test_champion_gives_the_logits_of_the_model_at_mlflows_address(materialized,
     assert champion.reasons == materialized[1]["reasons"]
     assert champion.weights == folder_of(materialized, "policy").name == champion.tags["pedigree.policy"]
     assert recipe.versions() == [champion] and champion.uri == "models:/small/1"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # the next line would set it for good
-    mlflow.set_tracking_uri(uri)
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI", uri
+    )  # not mlflow.set_tracking_uri, which lasts for all tests of the process
     expected = mlflow.transformers.load_model("models:/small@champion", return_type="components")
     question = [{"role": "user", "content": "What is the capital of Peru?"}]
     ids = [

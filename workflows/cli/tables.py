@@ -230,7 +230,7 @@ def collection(console: Console, found: GcReport) -> None:
         console.print(table)
     verb = "freed" if found.deleted else "would be freed with --delete"
     items, kept = _counted(len(found.garbage), "items"), _counted(found.kept, "artifacts")
-    console.print(f"{items}, {found.bytes:,} bytes {verb}; {kept} kept")
+    console.print(f"{items}, {found.bytes:,} bytes {verb}; {kept} {'is' if found.kept == 1 else 'are'} kept")
 
 
 def _short_kind(kind: str) -> str:

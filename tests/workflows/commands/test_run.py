@@ -8,6 +8,7 @@ import mlflow.transformers
 import pytest
 from mlflow import MlflowClient
 
+from model_registry.files import local_path
 from tests.workflows.homes import check_error
 from tests.workflows.recipes.test_discovery import EXPECTED
 
@@ -64,9 +65,12 @@ def test_the_rewards_are_in_mlflow(materialized):
     assert run.data.metrics["eval/loss"] == report["metrics"]["eval/loss"]
     fingerprints = {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
     lineage = {name: found for name, found in fingerprints.items() if name not in BELOW_THE_POLICY}
-    assert lineage.items() <= run.data.tags.items() and not BELOW_THE_POLICY & run.data.tags.keys()
-    [used] = run.inputs.dataset_inputs
-    assert fingerprints["tokenized_pairs"].startswith(used.dataset.digest)
+    assert {**json.loads(run.data.tags["lineage"]), "policy": run.data.tags["policy"]} == lineage
+    assert not BELOW_THE_POLICY & run.data.tags.keys()
+    assert run.info.run_name == "small v1"
+    train, held_out = run.inputs.dataset_inputs
+    assert (train.dataset.name, held_out.dataset.name) == ("training pairs", "held-out pairs")
+    assert fingerprints["tokenized_pairs"].startswith(train.dataset.digest)
 
 
 def test_the_page_of_the_version_tells_its_lineage(materialized):
@@ -74,12 +78,16 @@ def test_the_page_of_the_version_tells_its_lineage(materialized):
     version = MlflowClient(f"sqlite:///{home.path}/mlflow/mlflow.db").get_model_version(
         "small", report["model_version"]
     )
-    short = {
-        asset["asset"]: asset["fingerprint"][:12] for asset in report["assets"] if asset["asset"] != "released_model"
+    made_from = {
+        asset["asset"]: asset["fingerprint"] for asset in report["assets"] if asset["asset"] != "released_model"
     }
-    assert "recipe small" in version.description
-    rows = [line for line in version.description.splitlines() if "`" in line]
-    assert rows == [f"| {asset} | `{fingerprint}` |" for asset, fingerprint in short.items()]
+    assert version.description.startswith("Champion: there was no champion before\n\nRecipe small. ")
+    files = local_path(version.source)
+    assert files is not None and json.loads((files / "lineage.json").read_text()) == made_from
+    assert (
+        len(version.tags) <= 6
+        and f"| policy | `{made_from['policy'][:12]}` |" in (files / "model/README.md").read_text()
+    )
 
 
 def test_the_champion_loads_and_answers(materialized, monkeypatch):

@@ -110,8 +110,8 @@ def test_runs_of_variants_are_in_one_experiment_with_different_names(baseline: B
     client = MlflowClient(baseline.services.tracker.tracking_uri)
     experiment = client.get_experiment_by_name("sweep")
     runs = client.search_runs([experiment.experiment_id])
-    assert {run.info.run_name.rpartition("-")[0] for run in runs} == {"sweep", "sweep-hinge"}
-    losses = {run.info.run_name.rpartition("-")[0]: run.data.params["training.loss.type"] for run in runs}
+    assert {run.info.run_name.rpartition(" ")[0] for run in runs} == {"sweep", "sweep-hinge"}
+    losses = {run.info.run_name.rpartition(" ")[0]: run.data.params["training.loss.type"] for run in runs}
     assert losses == {"sweep": "sigmoid", "sweep-hinge": "hinge"}
     assert all("variants" not in name for run in runs for name in run.data.params)
 

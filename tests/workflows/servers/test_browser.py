@@ -124,6 +124,7 @@ def day(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS.split())
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             page.set_default_timeout(60 * SECOND)
+            expect.set_options(timeout=60 * SECOND)
             yield Day(page, graph, experiments, home.path, recipe)
             browser.close()
     finally:
@@ -209,7 +210,7 @@ def look_at_charts_and_version(day: Day) -> None:
     day.open_asset("policy")
     charts = day.page.get_by_role("link", name="charts of the latest training in MLflow").get_attribute("href")
     day.page.goto(f"{day.dagster}{charts}")
-    expect(day.page.get_by_text("small v2").first).to_be_visible()
+    expect(day.page.get_by_text("small v1").first).to_be_visible()
     expect(day.page.get_by_text("Rewards (")).to_be_visible()
     mlflow = day.experiments.partition("/#/")[0]
     day.page.goto(f"{mlflow}/#/models/small/versions/1?workflowType=machine_learning")

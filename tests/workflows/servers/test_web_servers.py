@@ -149,7 +149,7 @@ def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
     charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
     pages = {
         f"{servers[0]}/assets/small/policy": ["policy", "rewards"],
-        printed[1]: ["Run Name", "small-", "matching run"],
+        printed[1]: ["Run Name", "small v1", "matching run", "Rewards ("],
         charts: ["Model metrics", "eval/rewards", "Add chart"],
     }
     for number, (page, texts) in enumerate(pages.items()):
@@ -186,7 +186,8 @@ def browser_command(folder):
 def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):
     """No server was running during the run, so the address of its charts is the default one."""
     _, report = first_run
-    assert printed[1] == f"{servers[1]}/#/experiments/1/runs?workflowType=machine_learning"
+    view = "viewStateShareKey=all&compareRunsMode=CHART&workflowType=machine_learning"
+    assert printed[1] == f"{servers[1]}/#/experiments/1/runs?{view}"
     charts = f"/#/experiments/1/runs/{report['mlflow_run_id']}/model-metrics?workflowType=machine_learning"
     assert report["mlflow_url"] == f"http://127.0.0.1:5000{charts}"
     assert linked(servers[0], "policy") in (report["mlflow_url"], f"{servers[1]}{charts}")

@@ -117,10 +117,10 @@ def test_every_opened_file_is_in_the_table(tmp_path_factory: pytest.TempPathFact
     assert {name for name in names if not any(fnmatch(name, pattern) for pattern in known)} == set()
     assert {"config.json", "tokenizer.json", "processor_config.json", "generation_config.json"} <= names
     assert "additional_chat_templates/rag.jinja" in names, "the watch includes folders below"
-    for name in shipped:
+    for name in shipped - {"README.md"}:  # the model card is made anew
         effects = " ".join(effect for pattern, (effect, _) in known.items() if fnmatch(name, pattern))
         assert "shipped" in effects or "weights" in effects, name
-    assert shipped.isdisjoint(OTHERS) and "processor_config.json" in shipped
+    assert (shipped - {"README.md"}).isdisjoint(OTHERS) and "processor_config.json" in shipped
 
 
 def test_every_file_of_the_table_is_in_a_key() -> None:

@@ -280,5 +280,5 @@ def test_inspect_shows_tokens_that_a_plan_has_made(baseline: Baseline, folder: P
 def test_files_of_a_release_are_those_of_the_table(baseline: Baseline) -> None:
     model = baseline.services.registry.resolve("models:/plain/1")
     of_weights, of_tokenizer = {"model.safetensors", "config.json"}, {"tokenizer.json", "tokenizer_config.json"}
-    shipped = {*of_weights, *of_tokenizer, "chat_template.jinja", "generation_config.json"}
+    shipped = {*of_weights, *of_tokenizer, "chat_template.jinja", "generation_config.json", "README.md"}
     assert {path.name for path in model.iterdir()} == shipped

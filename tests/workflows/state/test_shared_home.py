@@ -138,6 +138,24 @@ def test_addresses_in_a_database_of_the_users_own_stay(tmp_path: Path, monkeypat
         assert connection.execute("SELECT artifact_location FROM experiments").fetchall() == [(place,)]
 
 
+def test_logged_models_move_with_the_home(tmp_path: Path) -> None:
+    """Databases of MLflow 2 lack their table, as in the test below."""
+    root, old = (
+        tmp_path / "new" / "mlflow" / "artifacts",
+        (tmp_path / "old" / "mlflow" / "artifacts" / "moved").as_uri(),
+    )
+    (root / "moved").mkdir(parents=True)
+    database = tmp_path / "new" / "mlflow" / "mlflow.db"
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.executescript(f"{TABLES} CREATE TABLE logged_models (artifact_location TEXT);")
+        connection.execute("INSERT INTO experiments VALUES (?)", (old,))
+        connection.execute("INSERT INTO logged_models VALUES (?)", (f"{old}/models/m-1/artifacts",))
+    relocate_artifacts(database, root)
+    with closing(sqlite3.connect(database)) as connection:
+        [(found,)] = connection.execute("SELECT artifact_location FROM logged_models")
+    assert found == f"{(root / 'moved').as_uri()}/models/m-1/artifacts"
+
+
 def test_only_artifacts_below_the_home_are_relocated(tmp_path: Path):
     """The home moved from `old` to `new`. Files elsewhere stay, in any folder."""
     root, elsewhere = tmp_path / "new" / "mlflow" / "artifacts", tmp_path / "big disk" / "mlflow" / "artifacts"
