@@ -211,7 +211,8 @@ def look_at_charts_and_version(day: Day) -> None:
     charts = day.page.get_by_role("link", name="charts of the latest training in MLflow").get_attribute("href")
     day.page.goto(f"{day.dagster}{charts}")
     expect(day.page.get_by_text("small v1").first).to_be_visible()
-    expect(day.page.get_by_text("Rewards (")).to_be_visible()
+    first = day.page.get_by_role("heading", level=4).first
+    expect(first).to_have_text("rewards/chosen vs rewards/rejected vs rewards/margins")
     mlflow = day.experiments.partition("/#/")[0]
     day.page.goto(f"{mlflow}/#/models/small/versions/1?workflowType=machine_learning")
     expect(day.page.get_by_text("Champion: there was no champion before")).to_be_visible()

@@ -60,6 +60,7 @@ def test_the_page_of_an_asset_shows_the_causes_of_an_edit(checkout, tmp_path):
         while not (found := small(address))["released_model"][1]:
             assert time.monotonic() < deadline, found
             time.sleep(2)
+        found = small(address)  # one query reads the assets one after the other, while they are observed
         below = {"training_spec", "evaluation_spec", "policy", "evaluation", "released_model"}
         assert {asset: states for asset, (_, states) in found.items() if states} == {
             asset: ["stale"] for asset in below

@@ -149,7 +149,7 @@ def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
     charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
     pages = {
         f"{servers[0]}/assets/small/policy": ["policy", "rewards"],
-        printed[1]: ["Run Name", "small v1", "matching run", "Rewards ("],
+        printed[1]: ["Run Name", "small v1", "matching run"],
         charts: ["Model metrics", "eval/rewards", "Add chart"],
     }
     for number, (page, texts) in enumerate(pages.items()):
