@@ -17,6 +17,7 @@ from assets.inputs.name_claims import claim_name
 from assets.inputs.recipe_location import add_recipe_location
 from assets.pipeline.graph import GRAPH, STAGE_TAG
 from assets.pipeline.pipeline import Pipeline, Services, emitting
+from assets.views.metadata import plain_values
 from assets.views.pages import description, publish_card
 from training.contract.identity.file_hashing import report_hashing_to
 
@@ -69,7 +70,7 @@ def _build_asset(pipeline: Pipeline, asset: str, freshness: dg.FreshnessPolicy |
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
         with explain_interruption(asset_context), report_hashing_to(hashing), add_recipe_location(pipeline):
             result = _BODIES[asset](asset_context)
-        publish_card(services.home, pipeline, asset, result.metadata or {})
+        publish_card(services.home, pipeline, asset, plain_values(result.metadata or {}))
         return dg.MaterializeResult(
             metadata={**(result.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
             check_results=result.check_results,

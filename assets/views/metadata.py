@@ -39,7 +39,7 @@ _UNITS = {
 def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
     """Return the metadata of every asset: inputs, identity, folder and size.
 
-    The size is that of the model or the data if the artifact only records where they are.
+    An artifact that only records a model or data shows their size, not its own.
     """
     recorded = sum(entry.bytes for entry in artifact.manifest.files.values())
     return {
@@ -174,6 +174,11 @@ def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dict[str, dg.Markdo
         for pair in examples
     ]
     return {"examples": verbatim(texts)} if texts else {}
+
+
+def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of metadata as Dagster's records have them."""
+    return {name: value.value if isinstance(value, dg.MetadataValue) else value for name, value in metadata.items()}
 
 
 def verbatim(texts: Sequence[str], language: str = "text") -> dg.MarkdownMetadataValue:

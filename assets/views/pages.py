@@ -45,21 +45,14 @@ def description(pipeline: Pipeline, asset: str, text: str) -> str:
     return "\n\n".join(filter(None, (text, links, card)))
 
 
-def publish_card(home: Path, pipeline: Pipeline, asset: str, metadata: Mapping[str, Any]) -> None:
-    """Write the result card: the sentence in `result`, and the first picture among the metadata."""
-    markdown = (value.value or "" for value in metadata.values() if isinstance(value, dg.MarkdownMetadataValue))
-    picture = next((text for text in markdown if text.startswith("![")), None)
-    _write(home, pipeline, asset + CARD, render_card(metadata["result"].value, picture))
+def publish_card(home: Path, pipeline: Pipeline, asset: str, metadata: Mapping[str, Any], stale: str = "") -> None:
+    """Write the result card: the sentence in `result`, and the first picture among the metadata.
 
-
-def publish_stale_card(home: Path, pipeline: Pipeline, asset: str, metadata: Mapping[str, Any], stale: str) -> None:
-    """Write the card of the latest materialization again, with why it is out of date; an empty text means it is fresh.
-
-    `metadata`: plain values of the materialization. Those of earlier versions have no sentence.
+    `metadata`: plain values of a materialization. Those of earlier versions have no sentence. `stale`: why the result is out of
+    date; empty if it is fresh.
     """
-    pictures = [value for value in metadata.values() if isinstance(value, str) and value.startswith("![")]
-    card = render_card(str(metadata.get("result", "")), next(iter(pictures), None), stale)
-    _write(home, pipeline, asset + CARD, card)
+    picture = next((value for value in metadata.values() if isinstance(value, str) and value.startswith("![")), None)
+    _write(home, pipeline, asset + CARD, render_card(str(metadata.get("result", "")), picture, stale))
 
 
 def publish_pairs(home: Path, pipeline: Pipeline, page: str) -> dict[str, dg.MetadataValue[Any]]:

@@ -1,6 +1,6 @@
 """The model card of a version: README.md among its files, in the format of the Hugging Face Hub (YAML, then Markdown).
 
-It says how the policy was trained, what was measured on held-out pairs, and from what it was made. It names no local path.
+It lists the training settings, the results on held-out pairs, and the lineage. It contains no local path.
 """
 
 from collections.abc import Mapping

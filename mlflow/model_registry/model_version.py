@@ -67,8 +67,8 @@ def tagged_lineage(lineage: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:
     """Return the tags for a version's lineage, given as fingerprints by kind.
 
-    The released weights have tags of their own, for a search in MLflow. One tag has what is needed without the version's files:
-    to restore them, and to compare a candidate with the version. All of the lineage is in the file LINEAGE_FILE.
+    The released weights have tags of their own, for a search in MLflow. One tag has the fingerprints
+    that a restore of the files and a comparison with a candidate need. The file LINEAGE_FILE has the whole lineage.
     """
     weights = {f"{_PREFIX}{kind}": lineage[kind] for kind in _WEIGHTS if kind in lineage}
     needed = {kind: lineage[kind] for kind in _NEEDED if kind in lineage}

@@ -72,8 +72,9 @@ def _write_checkpoint(config: dict[str, Any], tokenizer: Path, folder: Path) -> 
 def _adapt_libraries() -> None:
     """Let MLflow read the class of a pipeline from a checkpoint, and save a model in half of the time.
 
-    MLflow expects the class in transformers' table of tasks, where transformers 5.23 has its name. MLflow compares the
-    requirements with this environment, from which they are; for that it lists all installed files, and has no setting.
+    MLflow expects the class in transformers' table of tasks, where transformers 5.23 has its name. MLflow also
+    compares the requirements with the installed packages, and lists all their files for that. No setting turns this off. The
+    requirements come from these packages, so the comparison is unnecessary.
     """
     pipelines: Any = import_without_gc("transformers.pipelines")
     pipelines.SUPPORTED_TASKS[_TASK]["impl"] = pipelines.TextGenerationPipeline

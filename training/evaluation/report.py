@@ -3,8 +3,8 @@
 Its texts come from data or models, so the template engine escapes all of them. In addition, the page's content policy forbids
 scripts and requests.
 
-The evaluation precedes the release, and several recipes may share it. So the line `<!-- release -->` marks the place where the
-release writes recipe, version and decision (assets/views/report_page.py).
+The evaluation precedes the release, and several recipes may share it. The release later writes recipe, version and decision at
+the line `<!-- release -->` (assets/views/report_page.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -207,6 +207,6 @@ def _report(
 
 
 def _model_name(recipe: Mapping[str, Any]) -> str:
-    """Return the registered model of a resolved recipe, which has no name of its own; empty if it is missing."""
+    """Return the name of the registered model in a resolved recipe. Return an empty text if it is missing."""
     release = recipe.get("release")
     return str(release.get("model_name", "")) if isinstance(release, dict) else ""

@@ -15,7 +15,7 @@ import dagster as dg
 from assets.lineage.history import History, latest_of
 from assets.pipeline.pipeline import Pipeline
 from assets.views.metadata import verbatim
-from assets.views.pages import publish_stale_card
+from assets.views.pages import publish_card
 from training.contract.identity.fingerprint import fingerprint
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.state.expected_state import expect_state
@@ -106,7 +106,7 @@ def observe(pipeline: Pipeline, instance: dg.DagsterInstance, found: Sequence[As
             instance.report_runless_asset_event(observation)
             key = pipeline.key(status.asset)
             metadata = latest_of(instance, [key])[key].metadata
-            publish_stale_card(pedigree_home(), pipeline, status.asset, metadata, "; ".join(status.causes))
+            publish_card(pedigree_home(), pipeline, status.asset, metadata, "; ".join(status.causes))
 
 
 def _is_new(pipeline: Pipeline, instance: dg.DagsterInstance, status: AssetStatus) -> bool:

@@ -34,7 +34,7 @@ class Pages(StaticFiles):
     """The pages of the latest materializations, with texts from data. They get no scripts and no origin."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Return a file, or a redirect to the address in it. A missing card says that there is no result yet."""
+        """Return a file, or a redirect to the address in it. Replace a missing card with a card "Not materialized yet."."""
         try:
             answer = await super().get_response(path, scope)
         except HTTPException as error:

@@ -121,7 +121,7 @@ def test_the_same_files_as_other_sources_are_other_data(sensed, paths):
 
 
 def an_hour_before(text: str) -> str:
-    """Return the cursor that says that its request was made an hour earlier."""
+    """Return the cursor with the time of its request moved back by an hour."""
     cursor = Cursor.parse(text)
     return replace(cursor, when=cursor.when - 3601).text("a run was requested")
 
