@@ -2,7 +2,6 @@
 
 import html
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from assets.views.report_page import ReleaseSummary, add_release
+from tests.browser import FLAGS, chromium
 from tests.training.evaluation.pages import HOSTILE, metrics_of, of_own_prompts, page_of, response, rewards_of
 from tests.training.evaluation.parsed_page import Page, lines_of
 from training.contract.config.loss import Loss
@@ -150,8 +150,6 @@ def widths_in_browser(page: str, folder: Path) -> list[tuple[int, int, int]]:
 
     It is in frames, because a headless window cannot be narrower than 500 px.
     """
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "no browser: apt-get install -y chromium"
     frames = "".join(
         f'<iframe style="border: 0; width: {width}px; height: 800px" srcdoc="{html.escape(page)}"></iframe>'
         for width in (390, 1400)
@@ -162,9 +160,8 @@ def widths_in_browser(page: str, folder: Path) -> list[tuple[int, int, int]]:
         const root = document.documentElement;
         return [frame.clientWidth, root.clientWidth, root.scrollWidth].join(":"); }) }"""
     (folder / "frames.html").write_text(f"<!doctype html><meta charset=utf-8>{frames}<script>{script}</script>")
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
-    command = [chromium, *flags.split(), f"--user-data-dir={folder / 'profile'}", (folder / "frames.html").as_uri()]
+    dump = ["--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={folder / 'profile'}"]
+    command = [chromium(), *FLAGS, *dump, (folder / "frames.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     [title] = re.findall(r"<title>(.*?)</title>", done.stdout)
     return [

@@ -17,7 +17,8 @@ import pytest
 from tests.training.launch.cluster.slurm_cluster import missing_programs, slurm_cluster
 from tests.workflows.commands.test_run_interruption import LONG, processes_of, until_steps
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, copy_without_policy, write_recipe
-from tests.workflows.servers.test_termination import LAUNCH, REPOSITORY, TERMINATE, serving, until
+from tests.workflows.servers.served import served_pages
+from tests.workflows.servers.test_termination import LAUNCH, REPOSITORY, TERMINATE, until
 from tests.workflows.servers.test_web_servers import graphql
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(1500)]
@@ -138,14 +139,14 @@ def test_job_of_a_stopped_server_is_followed_after_its_next_start(
 ) -> None:
     """The sensor requests a run, which follows the same job. Terminating that run cancels the job."""
     long_recipe = recipe_with(tmp_path, small_recipe, {**LONG, "automation": {"on_change": False}})
-    with serving(home.path, long_recipe, home.environment) as address:
+    with served_pages(home.path, long_recipe, home.environment) as served:
         params = {"selector": {**REPOSITORY, "jobName": "small_retrain"}, "mode": "default"}
-        first = graphql(address, LAUNCH, params=params)["launchPipelineExecution"]["run"]["runId"]
+        first = graphql(served.dagster, LAUNCH, params=params)["launchPipelineExecution"]["run"]["runId"]
         until_steps(home.path, 2)
     submitted = queue()
     assert len(submitted) == 1
     with (
-        serving(home.path, long_recipe, home.environment) as address,
+        served_pages(home.path, long_recipe, home.environment) as served,
         dg.DagsterInstance.from_config(str(home.path / "dagster")) as instance,
     ):
 
@@ -163,7 +164,7 @@ def test_job_of_a_stopped_server_is_followed_after_its_next_start(
                 in "".join(entry.user_message for entry in instance.all_logs(second) if not entry.is_dagster_event)
             )
         )
-        assert graphql(address, TERMINATE, run=second)["terminateRun"]["__typename"] == "TerminateRunSuccess"
+        assert graphql(served.dagster, TERMINATE, run=second)["terminateRun"]["__typename"] == "TerminateRunSuccess"
         until(lambda: not queue(), 30)
         until(lambda: instance.get_run_by_id(second).status == dg.DagsterRunStatus.CANCELED, 60)
 

@@ -5,8 +5,6 @@ Servers, daemon, training and browser are real. The tests read what the pages sh
 
 import re
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,15 +14,12 @@ import pytest
 from playwright.sync_api import Locator, Page, ViewportSize, expect, sync_playwright
 
 from assets.pipeline.graph import GRAPH
+from tests.browser import FLAGS, chromium
 from tests.workflows.commands.test_run_interruption import LONG, until_steps
-from tests.workflows.homes import PEDIGREE, Home, write_recipe
-from workflows.servers.server_processes import free_port
+from tests.workflows.homes import Home, write_recipe
+from tests.workflows.servers.served import Served, served_pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.timeout(1500)]
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync"
-)
 SECOND = 1000.0  # in the unit of Playwright
 PHONE = ViewportSize(width=390, height=844)
 SHORT = {**LONG, "training": {**LONG["training"], "max_steps": 12}}
@@ -35,21 +30,16 @@ class Day:
     """A browser page, and the servers of `pedigree ui` over an empty home with one recipe."""
 
     page: Page
-    graph: str
-    experiments: str
+    served: Served
     home: Path
     recipe: Path
 
-    @property
-    def dagster(self) -> str:
-        return self.graph.partition("/locations/")[0]
-
     def open_asset(self, asset: str) -> None:
-        self.page.goto(f"{self.dagster}/assets/{self.recipe.name}/{asset}")
+        self.page.goto(f"{self.served.dagster}/assets/{self.recipe.name}/{asset}")
 
     def materialize(self) -> str:
         """Click "Materialize all" on the page of the graph. Return the address of the run."""
-        self.page.goto(self.graph)
+        self.page.goto(self.served.graph)
         self.page.get_by_role("button", name="Materialize all").click()
         self.page.get_by_text("View", exact=True).click()
         self.page.wait_for_url(re.compile("/runs/"))
@@ -57,7 +47,7 @@ class Day:
 
     def see_graph_legible(self) -> None:
         """Check that the graph opens with every asset, in letters of at least 8 pixels."""
-        self.page.goto(self.graph)
+        self.page.goto(self.served.graph)
         for asset in GRAPH:
             name = self.page.get_by_text(asset, exact=True).first
             expect(name).to_be_visible()
@@ -65,7 +55,7 @@ class Day:
             assert box is not None and box["height"] >= 8, asset
 
     def reload_definitions(self) -> None:
-        self.page.goto(self.graph)
+        self.page.goto(self.served.graph)
         self.page.get_by_role("button", name="Reload definitions").click()
         expect(self.page.get_by_text(re.compile("reloaded", re.IGNORECASE)).first).to_be_visible()
 
@@ -73,14 +63,14 @@ class Day:
         """Reload the page of an asset's events until it shows `text`."""
         deadline = time.monotonic() + seconds
         while True:
-            self.page.goto(f"{self.dagster}/assets/{self.recipe.name}/{asset}?view=events")
+            self.page.goto(f"{self.served.dagster}/assets/{self.recipe.name}/{asset}?view=events")
             try:
                 return expect(self.page.get_by_text(text).first).to_be_visible(timeout=10 * SECOND)
             except AssertionError:
                 assert time.monotonic() < deadline, f"{asset}: {text} is not among its events"
 
     def text_of_card(self, asset: str) -> str:
-        return self.page.request.get(f"{self.dagster}/pages/{self.recipe.name}-{asset}.svg").text()
+        return self.page.request.get(f"{self.served.dagster}/pages/{self.recipe.name}-{asset}.svg").text()
 
     def height_of_card(self, asset: str) -> float:
         """Return the height of the result card on the page of an asset, in pixels."""
@@ -109,33 +99,13 @@ def day(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copy(small_recipe / "base" / "chat_template.jinja", recipe / "chat.jinja")
     (recipe / "base").symlink_to(small_recipe / "base")
     home = Home(place / "home")
-    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
-    process = subprocess.Popen(
-        [PEDIGREE, "ui", str(recipe), *ports],
-        env=home.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None
-        graph, experiments = (process.stdout.readline().split()[-1] for _ in range(2))
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS.split())
-            page = browser.new_page(viewport={"width": 1400, "height": 900})
-            page.set_default_timeout(60 * SECOND)
-            expect.set_options(timeout=60 * SECOND)
-            yield Day(page, graph, experiments, home.path, recipe)
-            browser.close()
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(120)
-
-
-def chromium() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    assert found, "no browser: apt-get install -y chromium"
-    return found
+    with served_pages(home.path, recipe, home.environment) as served, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(60 * SECOND)
+        expect.set_options(timeout=60 * SECOND)
+        yield Day(page, served, home.path, recipe)
+        browser.close()
 
 
 def with_template(recipe: dict[str, object]) -> dict[str, object]:
@@ -199,7 +169,7 @@ def read_the_report_on_a_phone(day: Day) -> None:
     day.open_asset("evaluation")
     report = day.page.get_by_role("link", name="report", exact=True).get_attribute("href")
     phone = day.page.context.browser.new_page(viewport=PHONE)
-    phone.goto(f"{day.dagster}{report}")
+    phone.goto(f"{day.served.dagster}{report}")
     expect(phone.get_by_text(re.compile(r"Version \d of small"))).to_be_visible()
     assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     phone.close()
@@ -209,10 +179,9 @@ def look_at_charts_and_version(day: Day) -> None:
     """The edit of the template made a second version of the same policy, so of the same run."""
     day.open_asset("policy")
     charts = day.page.get_by_role("link", name="charts of the latest training in MLflow").get_attribute("href")
-    day.page.goto(f"{day.dagster}{charts}")
+    day.page.goto(f"{day.served.dagster}{charts}")
     expect(day.page.get_by_text("small v1").first).to_be_visible()
     first = day.page.get_by_role("heading", level=4).first
     expect(first).to_have_text("rewards/chosen vs rewards/rejected vs rewards/margins")
-    mlflow = day.experiments.partition("/#/")[0]
-    day.page.goto(f"{mlflow}/#/models/small/versions/1?workflowType=machine_learning")
+    day.page.goto(f"{day.served.mlflow}/#/models/small/versions/1?workflowType=machine_learning")
     expect(day.page.get_by_text("Champion: there was no champion before")).to_be_visible()

@@ -1,16 +1,13 @@
 """The causes of an edit on the page of an asset, in a real browser, with the servers and the daemon of `pedigree ui`."""
 
-import contextlib
 import html
-import signal
-import subprocess
 import time
 
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, edit
+from tests.workflows.homes import ATTRIBUTES, Home, edit
+from tests.workflows.servers.served import served_pages
 from tests.workflows.servers.test_web_servers import graphql, text_in_browser
-from workflows.servers.server_processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 EDITED = {
@@ -20,25 +17,6 @@ EDITED = {
 }
 QUERY = """{ assetNodes { assetKey { path } staleStatus
   assetObservations(limit: 9) { metadataEntries { label ... on TextMetadataEntry { text } } } } }"""
-
-
-@contextlib.contextmanager
-def ui(home: Home, folder):
-    """Yield the address of Dagster's pages, served by `pedigree ui` over `home`."""
-    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
-    process = subprocess.Popen(
-        [PEDIGREE, "ui", str(folder), *ports],
-        env=home.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[1].partition("/locations")[0]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
 
 
 def small(address):
@@ -55,7 +33,9 @@ def small(address):
 
 def test_the_page_of_an_asset_shows_the_causes_of_an_edit(checkout, tmp_path):
     edit(checkout, EDITED)
-    with ui(Home(checkout.home), checkout.folder) as address:
+    environment = Home(checkout.home).environment
+    with served_pages(checkout.home, checkout.folder, environment) as served:
+        address = served.dagster
         deadline = time.monotonic() + 240
         while not (found := small(address))["released_model"][1]:
             assert time.monotonic() < deadline, found

@@ -1,22 +1,17 @@
 """A training that a user terminates in the web UI stays stopped until something changes; real servers, real daemon."""
 
 import json
-import re
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import dagster as dg
 import pytest
 
 from tests.workflows.commands.test_run_interruption import LONG, until_steps
-from tests.workflows.homes import PEDIGREE, check_values, write_recipe
+from tests.workflows.homes import check_values, write_recipe
+from tests.workflows.servers.served import served_pages
 from tests.workflows.servers.test_web_servers import LOCATION, graphql
-from workflows.servers.server_processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.timeout(1500)]
 REPOSITORY = {"repositoryLocationName": LOCATION, "repositoryName": "__repository__"}
@@ -43,31 +38,8 @@ def served(first_run, recipe, tmp_path):
     home = tmp_path / "home"
     subprocess.run(["cp", "--archive", first_run[0].path, home], check=True)
     shutil.rmtree(home / "jobs")
-    with serving(home, recipe, first_run[0].environment) as address:
-        yield address, home
-
-
-@contextmanager
-def serving(home: Path, recipe: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Yield the address of Dagster's server in `pedigree ui`, which ends after the block as by Ctrl-C."""
-    ports = ["--port", str(free_port(0)), "--mlflow-port", str(free_port(0))]
-    process = subprocess.Popen(
-        [PEDIGREE, "ui", str(recipe), *ports],
-        env={**environment, "PEDIGREE_HOME": str(home)},
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None
-        found = None
-        while found is None and process.poll() is None:
-            found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found, process.returncode
-        yield found[0]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(120)
+    with served_pages(home, recipe, first_run[0].environment) as served:
+        yield served.dagster, home
 
 
 def until(ready, seconds=300):

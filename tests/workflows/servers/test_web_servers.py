@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import dagster as dg
 import pytest
 
 from model_registry.registry import Registry
+from tests.browser import FLAGS, chromium
 from tests.workflows.homes import PEDIGREE, ROOT
 from tests.workflows.recipes.test_discovery import EXPECTED
 from training.contract.errors import PedigreeError
@@ -176,11 +176,7 @@ def text_in_browser(page, folder):
 
 def browser_command(folder):
     """Return the command of a browser with its profile in `folder`."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "no browser: apt-get install -y chromium"
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync"
-    return [chromium, *flags.split(), f"--user-data-dir={folder}"]
+    return [chromium(), *FLAGS, f"--user-data-dir={folder}"]
 
 
 def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):

@@ -24,20 +24,6 @@ from tests.workflows.homes import ATTRIBUTES, PAIRS, ROOT, Home, check_error, ed
 
 pytestmark = pytest.mark.slow
 
-VARIABLES = ("PEDIGREE_HOME", "DAGSTER_HOME", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def recipe(materialized, small_recipe):
-    """Return the recipe that was run once by the command."""
-    return pedigree.load_recipe(small_recipe, home=materialized[0].path)
-
 
 def folder_of(materialized, asset):
     home, report = materialized

@@ -12,20 +12,6 @@ from workflows.api.home_session import open_home
 
 pytestmark = pytest.mark.slow
 
-VARIABLES = ("PEDIGREE_HOME", "DAGSTER_HOME", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def recipe(materialized, small_recipe):
-    """Return the recipe that was run once by the command."""
-    return pedigree.load_recipe(small_recipe, home=materialized[0].path)
-
 
 def test_another_loop_runs_inside_a_running_one():
     async def name():
@@ -51,7 +37,9 @@ def test_two_homes_in_turn_are_separate_and_leave_the_environment(materialized, 
         assert {asset.state for asset in here.status()} == {"fresh"}
         assert {asset.state for asset in there.status()} == {"missing"}
     assert (there.champion(), there.versions(), here.champion().number) == (None, [], 1)
-    assert not set(VARIABLES) & os.environ.keys()
+    assert not any(
+        name in ("PEDIGREE_HOME", "DAGSTER_HOME", "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI") for name in os.environ
+    )
 
 
 def test_call_in_another_home_meanwhile_is_refused(materialized, recipe, small_recipe, tmp_path, monkeypatch):
