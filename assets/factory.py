@@ -20,28 +20,29 @@ from assets.pipeline.pipeline import Pipeline, Services, emitting
 from assets.views.metadata import plain_values
 from assets.views.pages import description, publish_card
 from training.contract.identity.file_hashing import report_hashing_to
+from training.contract.protocol.artifacts import AssetName
 
 _OWNER = "team:preference-tuning"
 _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
-    "preference_source": sources.preference_source,
-    "base_model": sources.base_model,
-    "tokenization_spec": specs.tokenization_spec,
-    "training_spec": specs.frozen_section,
-    "evaluation_spec": specs.frozen_section,
-    "release_spec": specs.release_spec,
-    "raw_preferences": data.raw_preferences,
-    "tokenized_pairs": data.tokenized_pairs,
-    "reference_model": reference.reference_model,
-    "reference_logprobs": reference.reference_logprobs,
+    AssetName.PREFERENCE_SOURCE: sources.preference_source,
+    AssetName.BASE_MODEL: sources.base_model,
+    AssetName.TOKENIZATION_SPEC: specs.tokenization_spec,
+    AssetName.TRAINING_SPEC: specs.frozen_section,
+    AssetName.EVALUATION_SPEC: specs.frozen_section,
+    AssetName.RELEASE_SPEC: specs.release_spec,
+    AssetName.RAW_PREFERENCES: data.raw_preferences,
+    AssetName.TOKENIZED_PAIRS: data.tokenized_pairs,
+    AssetName.REFERENCE_MODEL: reference.reference_model,
+    AssetName.REFERENCE_LOGPROBS: reference.reference_logprobs,
     "policy": policy.policy,
     "evaluation": evaluation.evaluation,
-    "released_model": release.released_model,
+    AssetName.RELEASED_MODEL: release.released_model,
 }
 
 
 def build_assets(pipeline: Pipeline, freshness: dg.FreshnessPolicy | None = None) -> list[dg.AssetsDefinition]:
     """Return the assets of `pipeline`, in the order of the graph. `freshness`: the policy of the released model."""
-    return [_build_asset(pipeline, asset, freshness if asset == "released_model" else None) for asset in GRAPH]
+    return [_build_asset(pipeline, asset, freshness if asset == AssetName.RELEASED_MODEL else None) for asset in GRAPH]
 
 
 def _build_asset(pipeline: Pipeline, asset: str, freshness: dg.FreshnessPolicy | None) -> dg.AssetsDefinition:

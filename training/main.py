@@ -21,6 +21,8 @@ from training.contract.identity.file_hashing import report_hashing_to
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.input_files import InputFiles
 from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.protocol.settings import SupervisedTuningSettings, TrainingSpec
+from training.contract.store.artifact_kind import Details
 from training.contract.store.store import JobResult, Store
 from training.contract.system.atomic_io import free_bytes, is_disk_full, write_error
 from training.contract.system.imports import import_without_gc
@@ -45,7 +47,6 @@ WORK: dict[JobKind, str] = {
     "proof": "training.jobs.rescore",
 }
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
-_MICRO_TOKENS: dict[JobKind, str] = {"policy": "training.micro_tokens", "sft": "reference.sft.micro_tokens"}
 # The kernel closes a killed process's connections some time before it has ended.
 _ENDING_SECONDS = 3.0
 # torchrun needs less time, on a busy machine too, to notice an ended rank and to end the others.
@@ -79,13 +80,15 @@ def make(job: Job, members: "Group") -> None:
     with report_hashing_to(events.emit), inputs.watched():
         _verify(inputs, members)
         with inputs.blamed():
-            result: JobResult = import_without_gc(WORK[job.kind]).run(job, members, events)
+            context = import_without_gc("training.job_context").JobContext(job, members, events)
+            result: JobResult = import_without_gc(WORK[job.kind]).run(context)
         members.barrier()
         if members.is_main:
             inputs.check_inputs_unchanged()
             for files in inputs.changed_models():
                 events.note(f"{files} changed after the job read it: {job.artifact} is made from the earlier content")
-            result = replace(result, details=result.details | {"provenance": provenance})
+            details = (result.details or Details()).model_copy(update={"provenance": provenance})
+            result = replace(result, details=details)
             Store(job.store).publish(job.staging, job.derivation, result)
             shutil.rmtree(job.staging, ignore_errors=True)  # it remains if the same contents were published before
             shutil.rmtree(job.checkpoints, ignore_errors=True)  # no run resumes from them now
@@ -131,10 +134,11 @@ def _explain(job: Job, error: Exception) -> Exception:
 
 def _ways_to_save_memory(job: Job) -> Iterator[str]:
     """Yield changes of the recipe that save memory. Those that keep the checkpoints usable come first."""
-    if field := _MICRO_TOKENS.get(job.kind):
+    if isinstance(job.settings, TrainingSpec | SupervisedTuningSettings):
+        field = "training.micro_tokens" if job.kind == "policy" else "reference.sft.micro_tokens"
         if not job.compute.activation_checkpointing:
             yield "set `compute.activation_checkpointing: true`"
-        yield f"lower `{field}` ({job.settings['micro_tokens']:,})"
+        yield f"lower `{field}` ({job.settings.micro_tokens:,})"
     if job.kind in ("sft", "reference", "policy", "evaluation"):
         yield "share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
 

@@ -7,27 +7,27 @@ Fingerprints do not cover the record, because the identity of an artifact does n
 
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from training.contract.identity.software import library_versions, source_digest
+from training.contract.store.artifact_kind import Provenance
 from training.distributed import Group
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def provenance(group: Group) -> dict[str, Any]:
+def provenance(group: Group) -> Provenance:
     """Return the record of this rank. Call this before the work, while the source on disk is the imported one."""
-    return {
-        "source": source_digest(),
-        "libraries": library_versions()
+    return Provenance(
+        source=source_digest(),
+        libraries=library_versions()
         | {"torch": str(torch.__version__)},  # with its build, because kernels depend on it
-        "platform": platform.platform(),
-        "device": device_name(group.device),
-        "threads": torch.get_num_threads(),
-        "world": group.world,
-    }
+        platform=platform.platform(),
+        device=device_name(group.device),
+        threads=torch.get_num_threads(),
+        world=group.world,
+    )
 
 
 def device_name(device: torch.device) -> str:

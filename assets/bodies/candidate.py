@@ -6,6 +6,9 @@ from functools import cached_property
 from assets.execution.asset_context import AssetContext
 from assets.pipeline.graph import derive
 from model_registry.registry import Registry
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.settings import ReleasedModelSettings
+from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, Store
 
@@ -31,11 +34,14 @@ class Candidate:
 
     @cached_property
     def derivation(self) -> Derivation:
-        return derive("released_model", self.inputs, self.context.settings)
+        return derive(AssetName.RELEASED_MODEL, self.inputs, self.context.settings(ReleasedModelSettings))
+
+    def artifact(self, kind: ArtifactKind[DetailsT]) -> Artifact[DetailsT]:
+        """Return the verified artifact of one of `inputs`. A version that is registered already needs none of them."""
+        return self._artifacts[kind.name].of_kind(kind)
 
     @cached_property
-    def artifacts(self) -> dict[str, Artifact]:
-        """The verified artifacts of `inputs`. A version that is registered already needs none of them."""
+    def _artifacts(self) -> dict[str, Artifact]:
         return {name: self.store.open(name, fingerprint) for name, fingerprint in self.inputs.items()}
 
     @cached_property

@@ -9,6 +9,14 @@ from assets.bodies.policy_difference import PolicyDifference
 from assets.comparison.leakage import Leakage
 from assets.pipeline.pipeline import Pipeline
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import (
+    EvaluationDetails,
+    LogProbsDetails,
+    PairsDetails,
+    PolicyDetails,
+    RowsDetails,
+)
 from training.contract.store.store import Artifact
 
 QUARANTINE = "quarantine_within_limit"
@@ -24,14 +32,14 @@ LEAKAGE = "no_held_out_prompt_trained_on_before"
 DIFFERENCE = "policy_differs_from_reference"
 
 _CHECKS = {
-    "raw_preferences": {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
-    "tokenized_pairs": {
+    AssetName.RAW_PREFERENCES: {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
+    AssetName.TOKENIZED_PAIRS: {
         RESPONSES: "Every response has at least one trained token.",
         PREFIX: "The rendered prompt is a token prefix of prompt and response; the share of other pairs is within the limit.",
         COMPLETE: "The template accepts a pair and writes all of it; the share of other pairs is within the limit.",
         SPLITS: "No prompt is in both the training and the validation split.",
     },
-    "reference_logprobs": {
+    AssetName.REFERENCE_LOGPROBS: {
         COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
     },
     "policy": {
@@ -55,87 +63,87 @@ def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
     ]
 
 
-def quarantine(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
-    counts = artifact.details["counts"]
-    rows_read, quarantined = counts["rows_read"], counts["quarantined"]
+def quarantine(artifact: Artifact[RowsDetails], limit: float) -> dg.AssetCheckResult:
+    counts = artifact.details.counts
+    rows_read, quarantined = counts.rows_read, counts.quarantined
     share = quarantined / rows_read if rows_read else 1.0
     description = (
         f"{quarantined:,} of {rows_read:,} rows ({share:.1%}) are in quarantine, at most {limit:.1%} are allowed by "
         "data.max_quarantined"
     )
-    for row in artifact.details["quarantine_examples"][:1]:
-        first = f"{row['source']}, line {row['line']}: {row['reason']}, {row['detail']}"
+    for row in artifact.details.quarantine_examples[:1]:
+        first = f"{row.source}, line {row.line}: {row.reason}, {row.detail}"
         description += f"; they are in {artifact.folder / 'quarantine.parquet'} with the reasons, the first is {first}"
     return _result(QUARANTINE, share <= limit, description, share=share, limit=limit)
 
 
-def responses(artifact: Artifact) -> dg.AssetCheckResult:
-    empty = artifact.details["empty_masks"]
+def responses(artifact: Artifact[PairsDetails]) -> dg.AssetCheckResult:
+    empty = artifact.details.empty_masks
     return _result(RESPONSES, empty == 0, f"{empty:,} responses have no trained token", empty_masks=empty)
 
 
-def prefix(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
-    violations, pairs = artifact.details["prefix_violations"], artifact.details["counts"]["pairs"]
+def prefix(artifact: Artifact[PairsDetails], limit: float) -> dg.AssetCheckResult:
+    violations, pairs = artifact.details.prefix_violations, artifact.details.counts.pairs
     share = violations / max(1, violations + pairs)
     description = (
         f"for {violations:,} pairs ({share:.1%}) the prompt's tokens are not a prefix of prompt and response: the template "
         "renders a prompt with a response differently. They were left out, at most "
         f"{limit:.1%} are allowed by data.max_quarantined"
     )
-    description += _first_example(artifact, "first_prefix_violation")
+    description += _first_example(artifact.details.first_prefix_violation)
     return _result(PREFIX, share <= limit, description, violations=violations)
 
 
-def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
-    left_out, pairs = artifact.details["left_out"], artifact.details["counts"]["pairs"]
+def complete(artifact: Artifact[PairsDetails], limit: float) -> dg.AssetCheckResult:
+    left_out, pairs = artifact.details.left_out, artifact.details.counts.pairs
     share = left_out / max(1, left_out + pairs)
     description = (
         f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or rendered without a part, or rendered with the "
         f"same text for assistant and tool messages. They were left out, at most {limit:.1%} are allowed by "
         "data.max_quarantined"
     )
-    return _result(
-        COMPLETE, share <= limit, description + _first_example(artifact, "first_left_out"), left_out=left_out
-    )
+    description += _first_example(artifact.details.first_left_out)
+    return _result(COMPLETE, share <= limit, description, left_out=left_out)
 
 
-def _first_example(artifact: Artifact, name: str) -> str:
+def _first_example(text: str) -> str:
     """Return the job's text about the first faulty pair; empty without one, and for artifacts of earlier versions."""
-    return f". The first: {text}" if (text := artifact.details.get(name)) else ""
+    return f". The first: {text}" if text else ""
 
 
-def splits(artifact: Artifact) -> dg.AssetCheckResult:
-    shared = artifact.details["shared_prompts"]
+def splits(artifact: Artifact[PairsDetails]) -> dg.AssetCheckResult:
+    shared = artifact.details.shared_prompts
     description = f"{shared:,} prompts are in both splits"
     if shared:
         description += (
             ": they differ in the data, but the chat template writes the same text for them, for example with `| trim`. Make "
             "them equal in the data, or remove one of them"
         )
-    description += _first_example(artifact, "first_shared_prompt")
+    description += _first_example(artifact.details.first_shared_prompt)
     return _result(SPLITS, shared == 0, description, shared_prompts=shared)
 
 
-def coverage(artifact: Artifact, pairs: int) -> dg.AssetCheckResult:
-    rows, finite = artifact.details["pairs"], artifact.details["finite"]
+def coverage(artifact: Artifact[LogProbsDetails], pairs: int) -> dg.AssetCheckResult:
+    rows, finite = artifact.details.pairs, artifact.details.finite
     description = f"{rows:,} rows for {pairs:,} pairs, {finite:,} of them finite"
     return _result(COVERAGE, rows == pairs == finite, description, rows=rows, finite=finite)
 
 
-def step0(artifact: Artifact) -> dg.AssetCheckResult:
-    loss, expected, allowed = (artifact.details[f"step0_{name}"] for name in ("loss", "expected", "allowed"))
+def step0(artifact: Artifact[PolicyDetails]) -> dg.AssetCheckResult:
+    details = artifact.details
+    loss, expected, allowed = details.step0_loss, details.step0_expected, details.step0_allowed
     description = f"the loss before the first update is {loss:.6f}, expected {expected:.6f} within {allowed:.6f}"
     return _result(STEP0, abs(loss - expected) <= allowed, description, loss=loss, expected=expected)
 
 
-def rewards(artifact: Artifact) -> dg.AssetCheckResult:
-    finite = bool(artifact.details["rewards_finite"])
+def rewards(artifact: Artifact[PolicyDetails]) -> dg.AssetCheckResult:
+    finite = artifact.details.rewards_finite
     return _result(REWARDS, finite, "all finite" if finite else "a step has rewards that are not finite numbers")
 
 
-def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
-    low, high = artifact.details["interval"]
-    value = artifact.details["metrics"]["eval/rewards/accuracies"]
+def accuracy(artifact: Artifact[EvaluationDetails]) -> dg.AssetCheckResult:
+    low, high = artifact.details.interval
+    value = artifact.details.metrics["eval/rewards/accuracies"]
     description = f"held-out accuracy {value:.3f}, 95% interval {low:.3f} to {high:.3f}"
     return _result(ACCURACY, low > 0.5, description, accuracy=value, low=low, high=high)
 

@@ -10,17 +10,23 @@ import pyarrow.compute as pc
 
 from assets.inputs.model_ref import base_model_of
 from assets.inputs.recipe_location import written
-from assets.inputs.resolve import RemoteModel
 from assets.inputs.shipped_files import locate_shipping
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_reader import SIDES, read_pairs
 from training.contract.errors import ModelError
+from training.contract.protocol.details import PairsDetails, TokenizationDetails
+from training.contract.protocol.settings import RemoteModel
 from training.contract.store.store import Artifact
 
 _SHOWN = 8
 
 
-def check_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pairs: Artifact | None = None) -> None:
+def check_embeddings(
+    pipeline: Pipeline,
+    services: Services,
+    spec: Artifact[TokenizationDetails],
+    pairs: Artifact[PairsDetails] | None = None,
+) -> None:
     """Raise ModelError if a token of the template in `spec`, or of `pairs`, lacks an embedding in the base model.
 
     Skip the check if the base model is on the hub and not downloaded yet.
@@ -28,7 +34,7 @@ def check_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pai
     located = locate_shipping(pipeline, services.registry, services.hashes)
     if isinstance(located, RemoteModel) or (count := _count_embeddings(located.folder)) is None:
         return
-    tokens = [token for token, id_ in spec.details.get("template_tokens", {}).items() if id_ >= count]
+    tokens = [token for token, id_ in spec.details.template_tokens.items() if id_ >= count]
     origin = "the chat template writes"
     if not tokens and pairs is not None and (largest := _largest_token(pairs)) >= count:
         tokens, origin = _token_texts(pairs, count, largest), "the pairs have"
@@ -52,10 +58,10 @@ def _count_embeddings(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _largest_token(pairs: Artifact) -> int:
+def _largest_token(pairs: Artifact[PairsDetails]) -> int:
     """Return the largest token id. Read the pairs if their details lack it, as in earlier versions."""
-    if (largest := pairs.details.get("largest_token")) is not None:
-        return int(largest)
+    if (largest := pairs.details.largest_token) is not None:
+        return largest
     table = read_pairs(pairs)
     return max(pc.max(pc.list_flatten(table[f"{side}_ids"])).as_py() or 0 for side in SIDES)
 

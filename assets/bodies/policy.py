@@ -20,38 +20,44 @@ from assets.views.sentences import of_policy
 from model_registry.charts import view_of
 from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import TrackedRun
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import POLICY, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PolicyLocations
+from training.contract.protocol.settings import TrainingSpec
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact
 
 
 def policy(context: AssetContext) -> dg.MaterializeResult:
-    settings = context.settings
-    start = _locate_start(context, settings["champion"]) if settings.get("champion") else {}
-    materialized = materialize(context, JobSpec("policy", settings, start, during=partial(_track_job, context)))
-    artifact = materialized.artifact
-    details, held_out = artifact.details, artifact.details.get("eval", {})
+    settings = context.settings(TrainingSpec)
+    start = _locate_start(context, settings.champion)
+    work = JobSpec("policy", settings, start, during=partial(_track_job, context))
+    materialized = materialize(context, POLICY, work)
+    artifact, details = materialized.artifact, materialized.artifact.details
     links = {
-        "rewards": context.picture("rewards", artifact, lambda: reward_curves(details["series"])),
+        "rewards": context.picture("rewards", artifact, lambda: reward_curves(details.series)),
         **_tracking_links(context, artifact),
     }
     figures = {
-        **figures_table(held_out, details["train"]),
-        **held_out,
-        "steps": details["steps"],
-        **details["train"],
-        "seconds_by_phase": dg.MetadataValue.json(rounded(details["seconds"])),
-        "provenance": dg.MetadataValue.json(details["provenance"]),
+        **figures_table(details.eval, details.train),
+        **details.eval,
+        "steps": details.steps,
+        **details.train,
+        "seconds_by_phase": dg.MetadataValue.json(rounded(details.seconds)),
+        "provenance": dg.MetadataValue.json(details.provenance.model_dump() if details.provenance else {}),
     }
     results = [checks.step0(artifact), checks.rewards(artifact)]
-    return materialized.result(of_policy(details, held_out), links, figures, results)
+    return materialized.result(of_policy(details), links, figures, results)
 
 
-def _locate_start(context: AssetContext, champion: str) -> dict[str, Any]:
+def _locate_start(context: AssetContext, champion: str | None) -> PolicyLocations:
     """Return the location of the spec's champion. Raise StoreError if no version has its weights any more."""
+    if champion is None:
+        return PolicyLocations()
     located = locate_champion(context.pipeline.recipe, context.services.registry, weights=champion)
     if located is None or located.fingerprint != champion:
         current = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
@@ -61,12 +67,12 @@ def _locate_start(context: AssetContext, champion: str) -> dict[str, Any]:
             f"materialize {spec} and the assets after it",
             "champion-changed",
         )
-    return {"champion": str(located.folder)}
+    return PolicyLocations(champion=located.folder)
 
 
 def delivered_run(context: AssetContext, policy: Artifact) -> str | None:
     """Log missing events to the MLflow run of a policy, and return its id; None without a server."""
-    derivation = context.history.derivation("policy", policy.fingerprint)
+    derivation = context.history.derivation(AssetName.POLICY, policy.fingerprint)
     return _deliver(context, replace(policy, derivation=derivation), policy.json("recipe.json"))
 
 
@@ -77,7 +83,7 @@ def _read_events(policy: Artifact) -> Iterator[Event]:
     return (event for event in events if is_first or event["event"] != "eval")
 
 
-def _deliver(context: AssetContext, policy: Artifact, recipe: dict[str, Any]) -> str | None:
+def _deliver(context: AssetContext, policy: Artifact, recipe: JsonObject) -> str | None:
     """Return the id of the policy's MLflow run. Replay a missing or incomplete run. Return None without a server.
 
     `recipe`: the parameters of the run. The recipe in the artifact is the first one that led to these weights.
@@ -115,7 +121,7 @@ def _track_job(context: AssetContext, job: Job) -> Iterator[Listener]:
 
     As soon as the run exists, its link is in the run's log, in the terminal, and on the asset's page.
     """
-    with _open_run(context, job.derivation, job.recipe) as run:
+    with _open_run(context, job.derivation, job.recipe.model_dump(mode="json")) as run:
         announced = False
 
         def on_event(event: Event) -> None:
@@ -140,11 +146,9 @@ def _announce(context: AssetContext, run_id: str) -> None:
     context.dagster.log_event(observation)
 
 
-def _open_run(
-    context: AssetContext, derivation: Derivation, recipe: dict[str, Any]
-) -> AbstractContextManager[TrackedRun]:
-    pipeline, pairs_fingerprint = context.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
-    pairs = context.services.store.open("tokenized_pairs", pairs_fingerprint, hashes=False)  # not always the latest
+def _open_run(context: AssetContext, derivation: Derivation, recipe: JsonObject) -> AbstractContextManager[TrackedRun]:
+    pipeline, pairs_fingerprint = context.pipeline, derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint
+    pairs = context.services.store.open(TOKENIZED_PAIRS, pairs_fingerprint, hashes=False)  # not always the latest
     lineage = context.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
     return context.services.tracker.run(
         experiment=pipeline.family,  # shared by a recipe and its variants
@@ -156,6 +160,6 @@ def _open_run(
         dataset=DatasetRef(
             fingerprint=pairs.fingerprint,
             source=pairs.folder.as_uri(),
-            rows={split: pairs.details["counts"][split] for split in ("train", "validation")},
+            rows={"train": pairs.details.counts.train, "validation": pairs.details.counts.validation},
         ),
     )

@@ -39,6 +39,8 @@ from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, 
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError, StoreError
 from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.protocol.artifacts import EVALUATION, POLICY, RELEASE_SPEC, TOKENIZATION_SPEC, AssetName
+from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.store import Store
 
 RELEASE_KEY_TAG = "pedigree.release"
@@ -53,7 +55,7 @@ def released_model(context: AssetContext) -> dg.MaterializeResult:
         return _result(candidate, _release(candidate), changes)
 
     return retry_while_unavailable(
-        release, partial(log_message, context.services, context.dagster.log, "released_model")
+        release, partial(log_message, context.services, context.dagster.log, AssetName.RELEASED_MODEL)
     )
 
 
@@ -71,7 +73,7 @@ def promotion_lock(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
 
     Two recipes may release into one model. The champion that a candidate was compared with must be the one it replaces.
     """
-    return store.lock("released_model", fingerprint("registered_model", name))
+    return store.lock(AssetName.RELEASED_MODEL, fingerprint("registered_model", name))
 
 
 def release_problem(services: Services, pipeline: Pipeline, key: str) -> str | None:
@@ -86,7 +88,9 @@ def check_releases_exist(
     registry: Registry, versions: Sequence[Version], recorded: Mapping[dg.AssetKey, Materialization]
 ) -> None:
     """Raise RegistryError if none of the releases `recorded` is among its `versions`: they may be in another registry."""
-    released = {latest.fingerprint: key.path[0] for key, latest in recorded.items() if key.path[-1] == "released_model"}
+    released = {
+        latest.fingerprint: key.path[0] for key, latest in recorded.items() if key.path[-1] == AssetName.RELEASED_MODEL
+    }
     registered = {version.tags.get(RELEASE_KEY_TAG) for version in versions}
     if (releases := released.keys() - {None}) and not releases & registered:
         names = ", ".join(sorted(released[release] for release in releases))
@@ -101,7 +105,7 @@ def check_releases_exist(
 def _release(candidate: Candidate) -> _Released:
     """Run the phases that are left. Raise RegistryUnavailable, RegistryError or StoreError; another call continues."""
     registry = candidate.registry
-    with candidate.store.lock("released_model", candidate.derivation.key):
+    with candidate.store.lock(AssetName.RELEASED_MODEL, candidate.derivation.key):
         version = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.derivation.key})
         is_restored = version is not None and restore_files(candidate.context.services, version)
         if version is not None and _has_decision(version):
@@ -118,8 +122,8 @@ def _has_decision(version: Version) -> bool:
 
 
 def _register(candidate: Candidate) -> Version:
-    context, policy = candidate.context, candidate.artifacts["policy"]
-    run_id = delivered_evaluation(context, policy, candidate.artifacts["evaluation"])
+    context, policy = candidate.context, candidate.artifact(POLICY)
+    run_id = delivered_evaluation(context, policy, candidate.artifact(EVALUATION))
     if run_id is None:
         failure = context.services.tracker.failure
         assert failure is not None, "nothing is undelivered without a failure"
@@ -130,7 +134,10 @@ def _register(candidate: Candidate) -> Version:
     _check_same_tokenizer(candidate)
     model = plain_model(context, policy)
     log_phase(
-        context.services, context.dagster.log, "released_model", f"storing the files of a version of {candidate.name}"
+        context.services,
+        context.dagster.log,
+        AssetName.RELEASED_MODEL,
+        f"storing the files of a version of {candidate.name}",
     )
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return candidate.registry.register(
@@ -139,11 +146,14 @@ def _register(candidate: Candidate) -> Version:
         run_id,
         identity={RELEASE_KEY_TAG: candidate.derivation.key},
         tags=lineage_tags(lineage),
-        tokenizer=candidate.artifacts["release_spec"].folder / "tokenizer",
-        settings=candidate.artifacts["release_spec"].folder / "model",
-        evaluation=candidate.artifacts["evaluation"].folder,
+        tokenizer=candidate.artifact(RELEASE_SPEC).folder / "tokenizer",
+        settings=candidate.artifact(RELEASE_SPEC).folder / "model",
+        evaluation=candidate.artifact(EVALUATION).folder,
         card=model_card(
-            candidate.name, read_training(policy.folder), candidate.artifacts["evaluation"], tagged_lineage(lineage)
+            candidate.name,
+            read_training(policy.folder),
+            candidate.artifact(EVALUATION),
+            tagged_lineage(lineage),
         ),
         lineage=lineage,
     )
@@ -151,8 +161,8 @@ def _register(candidate: Candidate) -> Version:
 
 def _check_same_tokenizer(candidate: Candidate) -> None:
     """Raise StoreError if the release has another tokenizer or template than the policy was trained with."""
-    recipe, artifacts = candidate.context.pipeline.name, candidate.artifacts
-    trained, released = (artifacts[spec].json("spec.json") for spec in ("tokenization_spec", "release_spec"))
+    recipe = candidate.context.pipeline.name
+    trained, released = (candidate.artifact(spec).json(SPEC_FILE) for spec in (TOKENIZATION_SPEC, RELEASE_SPEC))
     for part in ("tokenizer", "template"):
         name = f"{part}_fingerprint"
         if trained[name] != released[name]:

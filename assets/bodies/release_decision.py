@@ -8,12 +8,13 @@ from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import measure_pairs, rows_by_pair
 from model_registry.gate import Decision, GateMetric, PairedScores, decide
 from model_registry.model_version import Version
+from training.contract.protocol.artifacts import EVALUATION, AssetName
 
 REASONS_TAG = "pedigree.reasons"
 # The specs that may differ between two versions of one policy.
 _SPECS_OF_A_POLICY = {
-    "tokenization_spec": "tokenizer or chat template",
-    "release_spec": "release spec (files of the tokenizer, generation settings or processors)",
+    AssetName.TOKENIZATION_SPEC: "tokenizer or chat template",
+    AssetName.RELEASE_SPEC: "release spec (files of the tokenizer, generation settings or processors)",
 }
 
 
@@ -21,13 +22,15 @@ def decide_release(candidate: Candidate, version: Version, champion: Version | N
     """Return the gate's decision about `version`."""
     if champion is not None and champion.number == version.number:
         return Decision(True, [version.tags.get(REASONS_TAG, "it is the champion already")], {})
-    evaluation = candidate.artifacts["evaluation"]
-    metrics, gate = evaluation.details["metrics"], candidate.context.pipeline.recipe.release.gate
+    evaluation = candidate.artifact(EVALUATION)
+    metrics, gate = evaluation.details.metrics, candidate.context.pipeline.recipe.release.gate
     if champion is None:
         losses = measure_pairs(GateMetric.LOSS, rows_by_pair(evaluation), {})
         decision = decide(PairedScores(GateMetric.LOSS, losses), metrics, gate)
     else:
-        pairs = score_against_champion(candidate.context, evaluation, candidate.lineage["raw_preferences"], champion)
+        pairs = score_against_champion(
+            candidate.context, evaluation, candidate.lineage[AssetName.RAW_PREFERENCES], champion
+        )
         decision = decide(pairs, metrics, gate)
         if version.weights == champion.weights and not decision.promote:
             decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])

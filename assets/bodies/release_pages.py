@@ -12,6 +12,7 @@ from assets.views.sentences import of_evaluation
 from model_registry.gate import Decision
 from model_registry.model_version import Version
 from training.contract.errors import StoreError
+from training.contract.protocol.artifacts import EVALUATION, AssetName
 
 _SECONDS = len("2026-11-28T15:00")
 
@@ -19,13 +20,13 @@ _SECONDS = len("2026-11-28T15:00")
 def find_run(candidate: Candidate) -> str | None:
     """Return the id of the policy's MLflow run; None if the server does not answer."""
     context = candidate.context
-    derivation = context.history.derivation("policy", candidate.inputs["policy"])
+    derivation = context.history.derivation(AssetName.POLICY, candidate.inputs[AssetName.POLICY])
     return context.services.tracker.find_run(context.pipeline.family, derivation.key)
 
 
 def describe_version(candidate: Candidate, decision: Decision, run_id: str | None) -> str:
     """Return the Markdown text of the version's page: the decision with its reasons, the result, and links to its run."""
-    evaluation, tracker = candidate.artifacts["evaluation"], candidate.context.services.tracker
+    evaluation, tracker = candidate.artifact(EVALUATION), candidate.context.services.tracker
     changed = difference(evaluation)
     decided = "Champion" if decision.promote else "Not champion"
     result = of_evaluation(evaluation.details, changed.changed, changed.samples)
@@ -44,7 +45,7 @@ def publish_release(
     home, link = context.services.home, candidate.registry.link(version)
     publish_version(home, context.pipeline, link)
     try:
-        evaluation = candidate.store.open("evaluation", candidate.inputs["evaluation"], hashes=False)
+        evaluation = candidate.store.open(EVALUATION, candidate.inputs[AssetName.EVALUATION], hashes=False)
         page = evaluation.file("report.html").read_text(encoding="utf-8")
     except (StoreError, OSError):  # a version that is registered already does not need it
         return {}

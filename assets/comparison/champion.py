@@ -10,6 +10,7 @@ from assets.execution.job_log import log_message
 from model_registry.gate import MIN_PROMPTS, GateMetric, PairedScores, count_prompts
 from model_registry.model_version import Version
 from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
+from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
 from training.contract.store.store import Artifact
 
 
@@ -24,12 +25,10 @@ def score_against_champion(
 
     Raise RegistryError if the champion's evaluation is missing, CorruptArtifact if the candidate's data are corrupt.
     """
-    store, champions = context.services.store, _open_champions(context, champion, "evaluation")
-    scores, rows = _pair_scores(
-        context, evaluation, store.open("raw_preferences", raw_preferences), champion, champions
-    )
+    store, champions = context.services.store, _open_champions(context, champion, AssetName.EVALUATION)
+    scores, rows = _pair_scores(context, evaluation, store.open(RAW_PREFERENCES, raw_preferences), champion, champions)
     shared = {pair: rows[pair] for pair in scores.shared}
-    policies = [artifact.derivation.inputs["policy"].fingerprint for artifact in (evaluation, champions)]
+    policies = [artifact.derivation.inputs[AssetName.POLICY].fingerprint for artifact in (evaluation, champions)]
     return replace(scores, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
@@ -43,7 +42,7 @@ def _pair_scores(
     if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(champion_rows)):
         return by_tokens, rows
     try:
-        champions_data = _open_champions(context, champion, "raw_preferences")
+        champions_data = _open_champions(context, champion, AssetName.RAW_PREFERENCES)
     except RegistryUnavailable:
         raise
     except RegistryError:
@@ -89,7 +88,7 @@ def _open_champions(context: AssetContext, champion: Version, kind: str) -> Arti
             text = (
                 f"{without_code(str(error))}. It was set aside in {path}; the copy among the version's files is used."
             )
-            log_message(context.services, context.dagster.log, "released_model", text)
+            log_message(context.services, context.dagster.log, AssetName.RELEASED_MODEL, text)
     try:
         with store.staging() as staging:
             return store.adopt(context.services.registry.fetch(champion, kind, staging), kind, fingerprint)

@@ -18,6 +18,7 @@ from assets.comparison.paired_metrics import Row, prompt_messages
 from model_registry.model_version import MERGED
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import value_digest
+from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
 
@@ -43,7 +44,7 @@ def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row
     earlier, unknown = _earlier_policies(store, policies)
     if not earlier:
         return Leakage(frozenset(), (), tuple(unknown))
-    prompts = prompt_messages(rows, store.open("raw_preferences", raw_preferences))
+    prompts = prompt_messages(rows, store.open(RAW_PREFERENCES, raw_preferences))
     held_out = {pair: _prompt_digest(prompt) for pair, prompt in prompts.items()}
     held_out_digests, leaked = set(held_out.values()), set[bytes]()
     for weights, derivation in earlier.items():
@@ -77,24 +78,26 @@ def _earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str
 def _policy_derivation(store: Store, weights: str) -> Derivation:
     """Return the derivation of the policy with these weights, which may be an adapter merged into its base."""
     if store.folder(MERGED, weights).is_dir():
-        return _policy_derivation(store, _open_derivation(store, MERGED, weights).inputs["policy"].fingerprint)
-    return _open_derivation(store, "policy", weights)
+        return _policy_derivation(store, _open_derivation(store, MERGED, weights).inputs[AssetName.POLICY].fingerprint)
+    return _open_derivation(store, AssetName.POLICY, weights)
 
 
 def _starting_weights(store: Store, derivation: Derivation) -> Iterator[str]:
     """Yield the weights of the champion from which training started, and of the base model if a recipe trained it."""
     if (champion := derivation.settings.get("champion")) is not None:
         yield champion
-    reference = _open_derivation(store, "reference_model", derivation.inputs["reference_model"].fingerprint)
-    base = reference.inputs["base_model"].fingerprint
+    reference = _open_derivation(
+        store, AssetName.REFERENCE_MODEL, derivation.inputs[AssetName.REFERENCE_MODEL].fingerprint
+    )
+    base = reference.inputs[AssetName.BASE_MODEL].fingerprint
     if any(store.folder(kind, base).is_dir() for kind in ("policy", MERGED)):
         yield base
 
 
 def _training_prompts(store: Store, derivation: Derivation) -> Iterator[bytes]:
     """Yield the digests of the prompts in the training split."""
-    pairs = _open_derivation(store, "tokenized_pairs", derivation.inputs["tokenized_pairs"].fingerprint)
-    rows = store.open("raw_preferences", pairs.inputs["raw_preferences"].fingerprint)
+    pairs = _open_derivation(store, AssetName.TOKENIZED_PAIRS, derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint)
+    rows = store.open(RAW_PREFERENCES, pairs.inputs[AssetName.RAW_PREFERENCES].fingerprint)
     with pq.ParquetFile(rows.file("preferences.parquet")) as file:
         for batch in file.iter_batches(columns=["prompt", "split"]):
             yield from map(_prompt_digest, batch.filter(pc.equal(batch["split"], "train"))["prompt"].to_pylist())

@@ -17,10 +17,11 @@ from model_registry.gate import GateMetric, Prompts, Values
 from training.contract.config.loss import Loss
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.store import Artifact
 
 Row = Mapping[str, Any]
-_REFERENCE = "reference_model"
+_REFERENCE = AssetName.REFERENCE_MODEL
 _ORIGIN = {"split", "source", "line", "source_name", "identity"}
 
 
@@ -92,7 +93,7 @@ def scale(evaluation: Artifact) -> dict[str, str]:
     field `weighting` is left out: it applies to training pairs only.
     """
     settings = Loss.model_validate({**evaluation.derivation.settings["loss"], "weighting": None})
-    is_used = {_REFERENCE: settings.needs_reference, "tokenized_pairs": settings.depends_on_batch}
+    is_used = {_REFERENCE: settings.needs_reference, AssetName.TOKENIZED_PAIRS: settings.depends_on_batch}
     inputs = evaluation.derivation.inputs
     return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
 

@@ -8,8 +8,11 @@ import dagster as dg
 
 from assets.lineage.consistency import check_one_lineage
 from assets.lineage.history import History, input_version_tag
-from assets.pipeline.graph import GRAPH, Settings, with_upstream
+from assets.pipeline.graph import GRAPH, with_upstream
 from assets.pipeline.pipeline import Pipeline, Services
+from training.contract.protocol.job import SettingsT
+from training.contract.protocol.spec_files import SPEC_FILE
+from training.contract.store.artifact_kind import ArtifactKind, Details
 from training.contract.store.store import Artifact
 
 
@@ -25,14 +28,14 @@ class AssetContext:
     def asset(self) -> str:
         return str(self.dagster.asset_key.path[-1])
 
-    @property
-    def settings(self) -> Settings:
-        """The settings of its derivation: the content of its spec, or else the fields of the recipe it reads."""
+    def settings(self, model: type[SettingsT]) -> SettingsT:
+        """Return the settings of its derivation: the content of its spec, or else the fields of the recipe it reads."""
         node = GRAPH[self.asset]
         if node.spec is None:
-            return node.reads(self.pipeline.recipe)
-        settings: Settings = self.history.artifact(node.spec).json("spec.json")
-        return settings
+            settings = node.reads(self.pipeline.recipe)
+            assert isinstance(settings, model)
+            return settings
+        return model.model_validate(self.history.artifact(ArtifactKind(node.spec, Details)).json(SPEC_FILE))
 
     @cached_property
     def history(self) -> History:

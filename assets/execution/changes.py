@@ -9,11 +9,13 @@ from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
 from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.pipeline.graph import GRAPH
+from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptRecord, PedigreeError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.manifest import Derivation
 
-_FROM_RECIPE = ("training_spec", "evaluation_spec")  # only their settings can differ
+_FROM_RECIPE = (AssetName.TRAINING_SPEC, AssetName.EVALUATION_SPEC)  # only their settings can differ
 
 
 def resolved_changes(context: AssetContext, found: ResolvedInput) -> list[str] | None:
@@ -35,8 +37,8 @@ def input_changes(context: AssetContext) -> list[str] | None:
 def _causes(context: AssetContext) -> Iterator[Cause]:
     history, asset, recipe = context.history, context.asset, context.pipeline.recipe
     finder, node = CauseFinder(context.services.store, _UpstreamDerivations(context), _fingerprint_change), GRAPH[asset]
-    latest = {name: history.latest(name).fingerprint for name in node.inputs(recipe)}
-    now = CurrentDerivation(node.version, node.reads(recipe), latest)
+    latest: dict[str, str | None] = {name: history.latest(name).fingerprint for name in node.inputs(recipe)}
+    now = CurrentDerivation(node.version, key_settings(node.reads(recipe)), latest)
     try:
         before, problem = history.made_from(asset), NO_RECORD
     except CorruptRecord:

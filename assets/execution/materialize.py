@@ -6,11 +6,11 @@ the lookup until the artifact is published, and by the job's processes as long a
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import Logger
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic
 
 import dagster as dg
 
@@ -20,27 +20,31 @@ from assets.execution.interruption import is_canceled, naming_checkpoint, noting
 from assets.execution.job_log import log_message, with_log
 from assets.inputs.current import ResolvedInput
 from assets.inputs.resolve import LocatedModel, locate_base_model, peek_base_model
-from assets.pipeline.graph import derive
+from assets.pipeline.graph import Fingerprints, derive
 from assets.pipeline.pipeline import Listener, Pipeline, Services, ignore
 from assets.views.metadata import artifact_metadata, rounded, shown_changes
+from training.contract.config.key_settings import Settings
 from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError, without_code
 from training.contract.identity.file_stamps import Stamps, artifact_stamps, model_stamps, settled
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Input, Job, JobKind, job_folder
+from training.contract.protocol.locations import Locations
+from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, write_json
 from training.launch.launcher import run_job
 
 
 @dataclass(frozen=True)
-class MaterializedArtifact:
+class MaterializedArtifact(Generic[DetailsT]):
     """An artifact. `reused`: it was in the store already.
 
     `changes`: texts of the changes since the latest materialization; None for the first one.
     """
 
-    artifact: Artifact
+    artifact: Artifact[DetailsT]
     reused: bool
     changes: Sequence[str] | None = None
 
@@ -69,18 +73,20 @@ class JobSpec:
     """A job to launch if the artifact is missing. `during` opens a further listener for the job's events."""
 
     kind: JobKind
-    settings: dict[str, Any]
-    locations: dict[str, Any] = field(default_factory=dict)
+    settings: Settings
+    locations: Locations = Locations()
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
 
 
-def materialize(context: AssetContext, work: JobSpec, found: ResolvedInput | None = None) -> MaterializedArtifact:
-    """Return the artifact of an asset: from the store if its derivation is known, else from a job.
+def materialize(
+    context: AssetContext, kind: ArtifactKind[DetailsT], work: JobSpec, found: ResolvedInput | None = None
+) -> MaterializedArtifact[DetailsT]:
+    """Return the artifact of an asset, of this `kind`: from the store if its derivation is known, else from a job.
 
     `found`: the resolved input of a spec, whose changes are reported. For other assets, changes of their inputs are reported.
     """
     services = _observe_queue(context)
-    materialized = make(context.pipeline, services, context.asset, work, context.inputs(), context.dagster.log)
+    materialized = make(context.pipeline, services, kind, work, context.inputs(), context.dagster.log)
     return replace(materialized, changes=input_changes(context) if found is None else resolved_changes(context, found))
 
 
@@ -96,46 +102,57 @@ def _observe_queue(context: AssetContext) -> Services:
     return replace(context.services, listener=on_event, is_canceled=partial(is_canceled, context))
 
 
-def materialize_resolved(context: AssetContext, found: ResolvedInput) -> MaterializedArtifact:
+def materialize_resolved(
+    context: AssetContext, kind: ArtifactKind[DetailsT], found: ResolvedInput
+) -> MaterializedArtifact[DetailsT]:
     """Return the artifact of a source or a spec without a job."""
-    return replace(
-        publish_resolved(context.services, found, context.dagster.log), changes=resolved_changes(context, found)
-    )
+    published = publish_resolved(context.services, kind, found, context.dagster.log)
+    return replace(published, changes=resolved_changes(context, found))
 
 
 def make(
-    pipeline: Pipeline, services: Services, asset: str, work: JobSpec, inputs: Mapping[str, str], log: Logger
-) -> MaterializedArtifact:
-    """Make `asset` from `inputs` (fingerprints by name) in the store, without a report to Dagster.
+    pipeline: Pipeline,
+    services: Services,
+    kind: ArtifactKind[DetailsT],
+    work: JobSpec,
+    inputs: Fingerprints,
+    log: Logger,
+) -> MaterializedArtifact[DetailsT]:
+    """Make an artifact of `kind` from `inputs` (fingerprints by name) in the store, without a report to Dagster.
 
     Inputs, and the base model in its folder, are read and hashed only for a job.
     """
-    derivation = derive(asset, dict(inputs), work.settings)
-    with services.store.lock(asset, derivation.key) as lock:
-        stored = artifact = find_intact(services, derivation, log)
+    derivation = derive(kind.name, inputs, work.settings)
+    with services.store.lock(kind.name, derivation.key) as lock:
+        stored = artifact = find_intact(services, kind, derivation, log)
         if artifact is None:
-            job = describe_job(pipeline, services, asset, work, inputs)
-            log.info(f"{asset}: nothing with key {short(derivation.key)} in the store; job in {job.folder}")
+            job = describe_job(pipeline, services, kind.name, work, inputs)
+            log.info(f"{kind.name}: nothing with key {short(derivation.key)} in the store; job in {job.folder}")
             with naming_checkpoint(pipeline, job):
-                artifact = run_work(services, job, work, lock, log)
+                artifact = run_work(services, kind, job, work, lock, log)
     return MaterializedArtifact(artifact, reused=stored is not None)
 
 
-def publish_resolved(services: Services, found: ResolvedInput, log: Logger) -> MaterializedArtifact:
+def publish_resolved(
+    services: Services, kind: ArtifactKind[DetailsT], found: ResolvedInput, log: Logger
+) -> MaterializedArtifact[DetailsT]:
     """Publish a resolved input as an artifact of a few small JSON files, without a job or a report to Dagster."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
     derivation = found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        stored = artifact = find_intact(services, derivation, log)
+        stored = artifact = find_intact(services, kind, derivation, log)
         if artifact is None:
             with services.store.staging() as staging:
                 for name, content in found.files.items():
                     write_json(staging / name, content)
-                artifact = services.store.publish(staging, derivation, JobResult(found.fingerprint, found.details()))
+                result = JobResult(found.fingerprint, found.details())
+                artifact = services.store.publish(staging, derivation, result).of_kind(kind)
     return MaterializedArtifact(artifact, reused=stored is not None)
 
 
-def find_intact(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
+def find_intact(
+    services: Services, artifact_kind: ArtifactKind[DetailsT], derivation: Derivation, log: Logger
+) -> Artifact[DetailsT] | None:
     """Return the artifact of `derivation` in the store, or None.
 
     Repair a corrupt record from the manifest: it has the same content, so training again is unnecessary. Set a corrupt artifact
@@ -143,12 +160,12 @@ def find_intact(services: Services, derivation: Derivation, log: Logger) -> Arti
     """
     store, kind, key = services.store, derivation.kind, derivation.key
     try:
-        return store.reuse(kind, key)
+        return store.reuse(artifact_kind, key)
     except CorruptRecord as error:
         path = store.repair_record(kind, key)
         text = f"{without_code(str(error))}. Set aside in {path}; the manifest of its artifact is used."
         log_message(services, log, kind, text)
-        return find_intact(services, derivation, log)
+        return find_intact(services, artifact_kind, derivation, log)
     except CorruptArtifact as error:
         record = store.record(kind, key)
         assert record is not None, f"{kind} {key} was never made"
@@ -169,15 +186,17 @@ def is_irreplaceable(derivation: Derivation) -> bool:
 
     All other artifacts can be recomputed without loss, including a pointer to the base model.
     """
-    return derivation.kind == "policy" or (derivation.kind == "reference_model" and bool(derivation.settings))
+    return derivation.kind == AssetName.POLICY or (
+        derivation.kind == AssetName.REFERENCE_MODEL and bool(derivation.settings)
+    )
 
 
-def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSpec, inputs: Mapping[str, str]) -> Job:
+def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSpec, inputs: Fingerprints) -> Job:
     """Return the job that makes `asset`, or another kind of artifact, from `inputs` (fingerprints by name).
 
     The inputs are verified here, and the job compares its reads with them. The job itself verifies the locations in `work`.
     """
-    derivation = derive(asset, dict(inputs), work.settings)
+    derivation = derive(asset, inputs, work.settings)
     verified = {name: _verify_input(pipeline, services, name, fingerprint) for name, fingerprint in inputs.items()}
     return Job(
         kind=work.kind,
@@ -187,7 +206,7 @@ def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSp
         settings=work.settings,
         locations=work.locations,
         compute=pipeline.recipe.compute,
-        recipe=pipeline.recipe.model_dump(mode="json"),
+        recipe=pipeline.recipe,
         store=services.store.root,
         folder=job_folder(services.home, derivation),
         stamps={name: stamps for name, (_, stamps) in verified.items()},
@@ -199,7 +218,7 @@ def _verify_input(pipeline: Pipeline, services: Services, name: str, fingerprint
     folder = services.store.folder(name, fingerprint)
     stamps = settled(artifact_stamps(folder))
     artifact = services.store.open(name, fingerprint)
-    if name == "base_model" or "pointer.json" in artifact.manifest.files:
+    if name == AssetName.BASE_MODEL or "pointer.json" in artifact.manifest.files:
         folder, stamps = _verify_base_model(pipeline, services, artifact)
     return Input(kind=name, fingerprint=artifact.fingerprint, folder=folder), stamps
 
@@ -227,7 +246,9 @@ def _peek_folder(pipeline: Pipeline, services: Services) -> Path | None:
     return None
 
 
-def run_work(services: Services, job: Job, work: JobSpec, lock: BinaryIO, log: Logger) -> Artifact:
+def run_work(
+    services: Services, kind: ArtifactKind[DetailsT], job: Job, work: JobSpec, lock: BinaryIO, log: Logger
+) -> Artifact[DetailsT]:
     """Run `job` and return its artifact. Pass its events to the log, to the services' listener and to the listener of `work`.
 
     A resumed job repeats the events of earlier attempts. Log and services get only newer ones. The threshold is the time of the
@@ -244,7 +265,7 @@ def run_work(services: Services, job: Job, work: JobSpec, lock: BinaryIO, log: L
 
         with noting_sigterm():
             run_job(services.engine, job, on_event, lock, services.is_canceled)
-    artifact = services.store.find(job.artifact, job.derivation.key, hashes=False)
+    artifact = services.store.find(kind, job.derivation.key, hashes=False)
     if artifact is None:
         raise StoreError(
             f"the job of {job.artifact} succeeded without publishing an artifact; see its log {job.log}",

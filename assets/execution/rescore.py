@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 
@@ -14,11 +13,14 @@ from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import StoreError, UsageError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import RESCORED, AssetName
+from training.contract.protocol.details import RescoredPair
+from training.contract.protocol.settings import RescoreSettings
 from training.contract.store.logprob_cache import scoring_rule
 from training.contract.store.manifest import Manifest, read_manifest
 from training.contract.store.store import Artifact, Store
 
-_TABLE = "reference_logprobs"
+_TABLE = AssetName.REFERENCE_LOGPROBS
 _LOG = logging.getLogger(__name__)
 
 
@@ -26,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 class Rescored:
     """`rows`: the output of `training/jobs/rescore.py`. `tolerance`: nats per root of the count of response tokens."""
 
-    rows: list[dict[str, Any]]
+    rows: list[RescoredPair]
     tolerance: float
 
 
@@ -46,14 +48,15 @@ def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact],
 
     A job of one process does it. The store is not looked up, because the purpose is a new computation.
     """
-    work = JobSpec("proof", {"rows": rows})
+    work = JobSpec("proof", RescoreSettings(rows=rows if isinstance(rows, int) else tuple(rows)))
     fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
-    job = describe_job(pipeline, services, "proof", work, fingerprints)
+    job = describe_job(pipeline, services, RESCORED.name, work, fingerprints)
     one_process = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
     job = job.model_copy(update={"compute": one_process})
-    with services.store.lock("proof", job.derivation.key) as lock:
-        artifact = run_work(services, job, work, lock, _LOG)
-    return Rescored(artifact.json("rescored.json"), artifact.details["tolerance"])
+    with services.store.lock(RESCORED.name, job.derivation.key) as lock:
+        artifact = run_work(services, RESCORED, job, work, lock, _LOG)
+    rescored = [RescoredPair.model_validate(row) for row in artifact.json("rescored.json")]
+    return Rescored(rescored, artifact.details.tolerance)
 
 
 def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> SetAside:
@@ -62,11 +65,11 @@ def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.Dagste
     Raise UsageError without any log-probs.
     """
     store, history = services.store, History(instance, pipeline, services.store)
-    model, dtype = history.fingerprint("reference_model"), pipeline.recipe.reference.dtype
+    model, dtype = history.fingerprint(AssetName.REFERENCE_MODEL), pipeline.recipe.reference.dtype
     rule = scoring_rule(model, dtype)
     cache_kind = f"memo/{rule}"
     manifests = {name: _read_manifest(store, cache_kind, name) for name in store.fingerprints(cache_kind)}
-    tables = list(_find_tables(store, rule, history.fingerprint("tokenized_pairs")))
+    tables = list(_find_tables(store, rule, history.fingerprint(AssetName.TOKENIZED_PAIRS)))
     if not manifests and not tables:
         raise UsageError(
             f"the reference model {short(model)} lacks log-probs in {dtype}, so nothing can be set aside; "
@@ -75,7 +78,7 @@ def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.Dagste
         )
     kinds = ((cache_kind, manifests), (_TABLE, tables))
     folders = [_set_aside(store, kind, name) for kind, names in kinds for name in names]
-    sequences = sum(manifest.details.get("sequences", 0) for manifest in manifests.values() if manifest)
+    sequences = sum(int(manifest.details.get("sequences", 0)) for manifest in manifests.values() if manifest)
     parents = sorted({folder.parent.parent for folder in folders if folder})
     return SetAside(pipeline.name, sequences, len(manifests), tables, parents)
 
@@ -85,7 +88,7 @@ def _find_tables(store: Store, rule: str, pairs: str) -> Iterator[str]:
     for name in store.fingerprints(_TABLE):
         manifest = _read_manifest(store, _TABLE, name)
         if manifest is not None and manifest.details.get("rule") == rule:
-            made_from = manifest.made_from.inputs.get("tokenized_pairs")
+            made_from = manifest.made_from.inputs.get(AssetName.TOKENIZED_PAIRS)
             if made_from is not None and made_from.fingerprint == pairs:
                 yield name
 

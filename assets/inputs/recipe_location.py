@@ -15,6 +15,7 @@ import yaml
 from assets.inputs.model_ref import tokenizer_of
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import PedigreeError, RegistryUnavailable, UsageError
+from training.contract.protocol.locations import RecipePlaces
 
 _PATH_ERRORS = (errno.EACCES, errno.ENAMETOOLONG)  # errors of the operating system caused by a path in a field
 _FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or followed by a value
@@ -78,11 +79,11 @@ def _find_location(pipeline: Pipeline, field: str) -> str | None:
     return None
 
 
-def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
+def tokenizer_places(pipeline: Pipeline) -> RecipePlaces:
     """Return the locations of the fields that determine the tokenizer and the chat template."""
     tokenizer = tokenizer_of(pipeline.recipe).field
     template = tokenizer if pipeline.recipe.tokenization.chat_template is None else "tokenization.chat_template"
-    return {"tokenizer": _locate(pipeline, tokenizer), "chat_template": _locate(pipeline, template)}
+    return RecipePlaces(tokenizer=_locate(pipeline, tokenizer), chat_template=_locate(pipeline, template))
 
 
 def _find_field(file: Path, path: Sequence[str]) -> tuple[int, yaml.Node] | None:

@@ -22,13 +22,14 @@ from assets.pipeline.pipeline import Pipeline
 from model_registry.model_version import Version
 from model_registry.registry import Registry
 from training.contract.config.data_source import DataSource
+from training.contract.config.key_settings import JsonObject
 from training.contract.config.recipe import Recipe
 from training.contract.errors import DataError, ModelError, without_code
 from training.contract.files.hub import CARD, CARD_FILES, Repository
 from training.contract.files.local_files import DataFile, data_files, is_readable
 from training.contract.identity.fingerprint import short
 from training.contract.identity.hash_cache import HashCache, file_hashes
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import ModelIdentity, weights_identity
 from training.contract.identity.tokenizer_files import (
     CONFIG,
     TOKENIZER_FILES,
@@ -36,6 +37,7 @@ from training.contract.identity.tokenizer_files import (
     holds_tokenizer,
     tokenizer_files,
 )
+from training.contract.protocol.settings import RemoteModel, TokenizerIdentity
 from training.contract.system.progress import Emit
 
 _MODEL_FILES = ("*.safetensors", "*config.json", "*.safetensors.index.json")
@@ -45,39 +47,25 @@ _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class RemoteModel:
-    """A model of the hub, not downloaded yet: only its id and commit are known."""
-
-    hub: str
-    commit: str
-
-
-@dataclass(frozen=True)
 class LocatedModel:
-    """A model folder on this machine.
-
-    `identity`: its config's fields and the sha256 of its tensors. `commit`: the commit on the hub, or None.
-    """
+    """A model folder on this machine. `commit`: the commit on the hub, or None."""
 
     folder: Path
-    identity: dict[str, Any]
+    identity: ModelIdentity
     commit: str | None = None
 
     @property
     def fingerprint(self) -> str:
-        return weights_fingerprint(self.identity)
+        return self.identity.fingerprint
 
 
 @dataclass(frozen=True)
 class LocatedTokenizer:
-    """A tokenizer folder on this machine and the recipe's template file.
-
-    `identity`: the sha256 of its `files` and of the `chat_template`, and the fields of its `config` that select its class.
-    """
+    """A tokenizer folder on this machine and the recipe's template file."""
 
     folder: Path
     chat_template: Path | None
-    identity: dict[str, Any]
+    identity: TokenizerIdentity
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ class LocatedSource:
     or the hub's hashes for a data set of the hub. `files`: the local files.
     """
 
-    settings: dict[str, Any]
+    settings: DataSource
     identity: Any
     files: list[DataFile]
 
@@ -121,7 +109,7 @@ def peek_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) ->
         commit = ref.commit()
         folder = ref.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
         if folder is None:
-            return RemoteModel(ref.address, commit)
+            return RemoteModel(hub=ref.address, commit=commit)
         return LocatedModel(folder, _identity_of_download(ref, commit, folder, cache), commit)
 
 
@@ -186,8 +174,8 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
     with written(pipeline, tokenizer_of(pipeline.recipe).field):
         config = class_fields(folder)
-    identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None, "config": config}
-    return LocatedTokenizer(folder, text, identity)
+    of_template = file_hashes([text], cache)[0] if text else None
+    return LocatedTokenizer(folder, text, TokenizerIdentity(files=hashes, chat_template=of_template, config=config))
 
 
 def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
@@ -214,19 +202,18 @@ def locate_sources(pipeline: Pipeline, cache: HashCache | None = None) -> list[L
 
 
 def _locate_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
-    settings = source.model_dump(mode="json")
     if source.path is not None:
         matches = data_files(source.path)
         hashes = zip(matches, file_hashes([file.path for file in matches], cache), strict=True)
         files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
         identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
-        return LocatedSource(settings, identity, files)
+        return LocatedSource(source, identity, files)
     assert source.hub is not None
     commit, contents = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
-    return LocatedSource({**settings, "revision": commit}, contents, [])
+    return LocatedSource(source.model_copy(update={"revision": commit}), contents, [])
 
 
-def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict[str, Any]]:
+def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, JsonObject]:
     """Return the commit and the identity of its rows: hashes of the data files, and the configs that divide them."""
     commit = repository.commit()
     files = repository.files(commit)
@@ -254,7 +241,7 @@ def _read_configs(card: str) -> Any:
         return header[1]
 
 
-def _identity_of_download(ref: ModelRef, commit: str, folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
+def _identity_of_download(ref: ModelRef, commit: str, folder: Path, cache: HashCache | None = None) -> ModelIdentity:
     """Return the identity of a downloaded model. Errors list the weights in the repository; the cache's folder is unhelpful."""
     try:
         return weights_identity(folder, cache)

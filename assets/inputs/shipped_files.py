@@ -2,31 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from assets.inputs.model_ref import base_model_of
 from assets.inputs.recipe_location import written
-from assets.inputs.resolve import RemoteModel
 from assets.pipeline.pipeline import Pipeline
 from model_registry.registry import Registry
 from training.contract.identity.hash_cache import HashCache, file_hashes
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.stop_tokens import eos_token_ids, generation_settings
 from training.contract.identity.tokenizer_files import class_fields
+from training.contract.protocol.settings import RemoteModel, ShippedIdentity
 
 _FETCHED, _IGNORED = ("*config.json",), ("*/*",)  # from the hub only these files are fetched, without weights
 
 
 @dataclass(frozen=True)
 class LocatedShippedFiles:
-    """A base model's folder and the identity of its shipped files.
-
-    Keys of `identity`: `base_generation`: generation settings; `eos_token_ids`: stop tokens; `processors`: the sha256 of
-    each processor file; `base_config`: the fields of its config.json that select a tokenizer's class.
-    """
+    """A base model's folder and the identity of its shipped files."""
 
     folder: Path
-    identity: dict[str, Any]
+    identity: ShippedIdentity
 
 
 def locate_shipping(
@@ -46,18 +41,18 @@ def locate_shipping(
             commit = ref.commit()
             cached = ref.repository.cached(commit, _FETCHED, _IGNORED)
             if cached is None:
-                return RemoteModel(ref.address, commit)
+                return RemoteModel(hub=ref.address, commit=commit)
             folder = cached
         return LocatedShippedFiles(folder, _identity(folder, cache))
 
 
-def _identity(folder: Path, cache: HashCache | None) -> dict[str, Any]:
+def _identity(folder: Path, cache: HashCache | None) -> ShippedIdentity:
     processors = sorted(folder.glob(PROCESSORS))
     hashes = zip(processors, file_hashes(processors, cache), strict=True)
     generation = generation_settings(folder)
-    return {
-        "base_generation": generation,
-        "eos_token_ids": eos_token_ids(generation),
-        "processors": {path.name: sha256 for path, sha256 in hashes},
-        "base_config": class_fields(folder),
-    }
+    return ShippedIdentity(
+        base_generation=generation,
+        eos_token_ids=tuple(eos_token_ids(generation)),
+        processors={path.name: sha256 for path, sha256 in hashes},
+        base_config=class_fields(folder),
+    )

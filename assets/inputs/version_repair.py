@@ -16,7 +16,8 @@ from model_registry.registry import Registry
 from training.contract.errors import ModelError, StoreError, without_code
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.identity.hash_cache import HashCache
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
+from training.contract.protocol.artifacts import EVALUATION, AssetName
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,24 +25,26 @@ _LOG = logging.getLogger(__name__)
 def restore_files(services: Services, version: Version) -> bool:
     """Restore the files of `version` if needed, with a warning. Return whether they were. Raise RegistryError."""
     registry, store = services.registry, services.store
-    shipped = "release_spec" if version.fingerprint_of("release_spec") else "tokenization_spec"  # older versions
-    kinds = (MERGED if version.fingerprint_of(MERGED) else "policy", shipped, "evaluation")
-    with store.lock("released_model", fingerprint("version_files", version.source)):
-        if version.fingerprint_of("policy") is None:  # another program released it
+    shipped = (
+        AssetName.RELEASE_SPEC if version.fingerprint_of(AssetName.RELEASE_SPEC) else AssetName.TOKENIZATION_SPEC
+    )  # older versions
+    weights = MERGED if version.fingerprint_of(MERGED) else AssetName.POLICY
+    with store.lock(AssetName.RELEASED_MODEL, fingerprint("version_files", version.source)):
+        if version.fingerprint_of(AssetName.POLICY) is None:  # another program released it
             return False
         if (problem := files_problem(registry, version, services.hashes)) is None:
             return False
         try:
-            artifacts = [store.open(kind, version.fingerprint_of(kind) or "") for kind in kinds]
+            model, files = (store.open(kind, version.fingerprint_of(kind) or "").folder for kind in (weights, shipped))
+            evaluation = store.open(EVALUATION, version.fingerprint_of(AssetName.EVALUATION) or "")
         except StoreError as error:
             _LOG.warning("%s and cannot be restored: %s", problem, error)
             return False
-        model, files, _ = (artifact.folder for artifact in artifacts)
-        settings = files / "model" if shipped == "release_spec" else model
-        training = read_training(store.folder("policy", version.fingerprint_of("policy") or ""))
+        settings = files / "model" if shipped == AssetName.RELEASE_SPEC else model
+        training = read_training(store.folder(AssetName.POLICY, version.fingerprint_of(AssetName.POLICY) or ""))
         lineage = version.known_lineage
-        card = model_card(version.name, training, artifacts[-1], lineage)
-        restored = VersionFiles(model, files / "tokenizer", settings, artifacts[-1].folder, card, lineage)
+        card = model_card(version.name, training, evaluation, lineage)
+        restored = VersionFiles(model, files / "tokenizer", settings, evaluation.folder, card, lineage)
         registry.store_files(version.name, version.source, restored)
     _LOG.warning("%s: they were restored from the store", problem)
     return True
@@ -68,7 +71,7 @@ def files_problem(registry: Registry, version: Version, cache: HashCache | None 
     if version.weights is None or (cache is not None and local_path(version.source) is None):
         return None
     try:
-        weights = weights_fingerprint(weights_identity(registry.folder(version), cache))
+        weights = weights_identity(registry.folder(version), cache).fingerprint
     except ModelError as error:
         return f"{files} cannot be read as a model ({without_code(str(error))})"
     if weights == version.weights:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from assets.inputs.current import ResolvedInput
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
-from assets.pipeline.graph import Settings
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
@@ -25,7 +25,7 @@ class CurrentDerivation:
     """
 
     version: str
-    settings: Settings
+    settings: JsonObject
     inputs: Mapping[str, str | None]
     found: ResolvedInput | None = None
 

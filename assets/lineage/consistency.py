@@ -14,9 +14,10 @@ from assets.pipeline.pipeline import Pipeline
 from training.contract.config.recipe import Recipe
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import AssetName
 
 # Assets that read the same files and must be materialized together.
-_READ_TOGETHER = {"tokenization_spec": ("release_spec",)}
+_READ_TOGETHER: dict[str, tuple[AssetName, ...]] = {AssetName.TOKENIZATION_SPEC: (AssetName.RELEASE_SPEC,)}
 
 
 def check_one_lineage(history: History, asset: str, inputs: Mapping[str, str]) -> None:

@@ -25,9 +25,11 @@ from assets.inputs.current import (
 from assets.lineage.release_diff import release_changes
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
-from assets.pipeline.graph import GRAPH, Settings
+from assets.pipeline.graph import GRAPH
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import TOKENIZATION_SPEC
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import DerivationRecord, Store
 
@@ -59,7 +61,7 @@ def changes_since(store: Store, key: str | None, found: ResolvedInput) -> list[s
     return changes
 
 
-def own_changes(before: Derivation, version: str, settings: Settings) -> list[str]:
+def own_changes(before: Derivation, version: str, settings: JsonObject) -> list[str]:
     """Return how an asset's code `version` and `settings` differ from the derivation `before`.
 
     Settings from a spec are left out: they are causes of the spec.
@@ -79,13 +81,18 @@ def _recorded_rows(store: Store, found: ResolvedData) -> dict[str, int | None] |
         record = store.record(found.asset, found.derivation.key)
     except CorruptRecord:
         return None
-    return None if record is None else record.details.get("rows")
+    return None if record is None else _rows_of(record)
+
+
+def _rows_of(record: DerivationRecord) -> dict[str, int | None]:
+    rows: dict[str, int | None] = record.details.get("rows", {})
+    return rows
 
 
 def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str, int | None] | None) -> Iterator[str]:
     old, new = record.derivation.settings["sources"], found.identity
     old_files, new_files = named_files(old), named_files(new)
-    old_rows = record.details.get("rows", {})
+    old_rows = _rows_of(record)
     for name in sorted(old_files.keys() | new_files.keys()):
         if name not in new_files:
             yield f"{name} removed"
@@ -94,7 +101,7 @@ def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str,
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or found.count_rows()
             yield f"{name} differs{_row_counts(old_rows.get(name), rows.get(name))}"
-    yield from _hub_changes(_number_hubs(old), _number_hubs(new), [source["revision"] for source in found.hubs])
+    yield from _hub_changes(_number_hubs(old), _number_hubs(new), [source.revision or "" for source in found.hubs])
     if old_files.keys() == new_files.keys() and _source_files(old) != _source_files(new):
         yield "the order of the files, or how the sources divide them, changed"
 
@@ -122,7 +129,7 @@ def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequen
             yield f"{hub['hub']} at commit {short(commit)}: {', '.join([*changes[:_MOST_FILES], *more])}"
 
 
-def _number_hubs(sources: list[Any]) -> dict[str, Any]:
+def _number_hubs(sources: list[Any]) -> JsonObject:
     """Return the sources of the hub by a name for display, numbered if there are several."""
     hubs = [source for source in sources if isinstance(source, dict)]
     return {"hub data set" if len(hubs) == 1 else f"hub data set {n}": hub for n, hub in enumerate(hubs, 1)}
@@ -150,7 +157,7 @@ def _tokenization_changes(store: Store, record: DerivationRecord, found: Resolve
     old_files, new_files = ({**s.pop("files"), "template": s.pop("chat_template")} for s in (before, now))
     if old_files != new_files:
         try:
-            artifact = store.open("tokenization_spec", record.fingerprint)
+            artifact = store.open(TOKENIZATION_SPEC, record.fingerprint)
         except StoreError:
             yield "tokenizer or chat template changed; how they were is no longer in the store"
         else:

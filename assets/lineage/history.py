@@ -14,6 +14,8 @@ from dagster._core.storage.event_log.base import AssetEntry
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import UsageError
+from training.contract.protocol.artifacts import AssetName
+from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, Store
 
@@ -109,10 +111,10 @@ class History:
     def latest(self, asset: str) -> Materialization:
         return self._latest[self.pipeline.key(asset)]
 
-    def find(self, asset: str) -> Artifact | None:
-        """Return the latest artifact of `asset`, verified; None without a materialization. Raise StoreError."""
-        fingerprint = self.latest(asset).fingerprint
-        return None if fingerprint is None else self.store.open(asset, fingerprint)
+    def find(self, kind: ArtifactKind[DetailsT]) -> Artifact[DetailsT] | None:
+        """Return the latest artifact of `kind`, verified; None without a materialization. Raise StoreError."""
+        fingerprint = self.latest(kind.name).fingerprint
+        return None if fingerprint is None else self.store.open(kind, fingerprint)
 
     def fingerprint(self, asset: str) -> str:
         """Return the fingerprint of the latest materialization. Raise UsageError without one."""
@@ -123,14 +125,14 @@ class History:
             )
         return fingerprint
 
-    def artifact(self, asset: str) -> Artifact:
-        """Return the latest artifact of `asset`, verified. Raise UsageError without a materialization, or StoreError."""
-        return self.store.open(asset, self.fingerprint(asset))
+    def artifact(self, kind: ArtifactKind[DetailsT]) -> Artifact[DetailsT]:
+        """Return the latest artifact of `kind`, verified. Raise UsageError without a materialization, or StoreError."""
+        return self.store.open(kind, self.fingerprint(kind.name))
 
     def made_from(self, asset: str) -> Derivation | None:
         """Return the derivation of the latest materialization; None if it is no longer known. Raise CorruptRecord."""
         latest = self.latest(asset)
-        if asset == "released_model":  # its artifact is in the registry, so its derivation is in the metadata
+        if asset == AssetName.RELEASED_MODEL:  # its artifact is in the registry, so its derivation is in the metadata
             recorded = latest.metadata.get("derivation")
             return None if recorded is None else Derivation.model_validate(recorded)
         return None if latest.key is None else self.store.derivation(asset, latest.key)

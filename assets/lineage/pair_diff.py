@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import StoreError, UnreadableArtifact
 from training.contract.identity.hash_cache import HashCache
+from training.contract.protocol.artifacts import RAW_PREFERENCES
 from training.contract.store.store import Artifact, Store
 
 _COLUMNS = ["identity", "source", "line"]
@@ -44,7 +45,7 @@ def pair_changes(store: Store, before: str | None, now: Artifact, cache: HashCac
     if before is None or before == now.fingerprint:
         return None
     try:
-        old = _read_pairs(store.open("raw_preferences", before, cache=cache))
+        old = _read_pairs(store.open(RAW_PREFERENCES, before, cache=cache))
         new = _read_pairs(now)
     except (StoreError, UnreadableArtifact):
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from assets.inputs.resolve import LocatedTokenizer
+from training.contract.config.key_settings import JsonObject
 from training.contract.store.store import Artifact
 
 _SHOWN_TOKENS = 3
@@ -111,7 +112,7 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> JsonObject:
     """Return the object in a JSON file; empty if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_bytes())

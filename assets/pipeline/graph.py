@@ -4,85 +4,31 @@ This table alone defines the shape of a pipeline. Dagster's assets are declared 
 from it, and `pedigree status` walks it. The order is topological.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from training.contract.config.data_source import settings_of_sources
-from training.contract.config.fields import ConfigSection
+from training.contract.config.key_settings import Settings, key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.identity.fingerprint import fingerprint, short
-from training.contract.identity.software import SOFTWARE, scoring_software, token_software
-from training.contract.store.logprob_cache import SCORING_VERSION
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.settings import (
+    EvaluationRules,
+    NoSettings,
+    PairsSettings,
+    PreferencesSettings,
+    ReleasedModelSettings,
+    ReleaseRules,
+    ScoringSettings,
+    TokenizationRules,
+    TrainingSettings,
+    reference_settings,
+)
 from training.contract.store.manifest import Derivation, Source
 
-Settings = dict[str, Any]
+Fingerprints = Mapping[str, str] | Mapping[AssetName, str]
 
 STAGE_TAG = "pedigree/stage"
 GPU_POOL = "gpu"  # one step at a time, unless dagster.yaml sets another limit
-
-
-def _data_settings(recipe: Recipe) -> Settings:
-    data = recipe.data
-    return settings_of_sources(data.sources) | data.model_dump(include={"validation_fraction", "duplicates"})
-
-
-def _dump_section(section: ConfigSection, *later: str, exclude: Collection[str] = ()) -> Settings:
-    """Return a section's fields. Leave out fields in `later` with default values, so that adding a field keeps old keys."""
-    fields = type(section).model_fields
-    unused = {name for name in later if getattr(section, name) == fields[name].get_default()}
-    return section.model_dump(mode="json", exclude={*unused, *exclude})
-
-
-def _tokenization_settings(recipe: Recipe) -> Settings:
-    """Leave out the fields that name files: hashes of the files identify them."""
-    settings = _dump_section(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
-    return settings | {SOFTWARE: token_software()}
-
-
-def _sft_settings(recipe: Recipe) -> Settings:
-    return (
-        {} if recipe.reference.sft is None else _dump_section(recipe.reference.sft, "precision", "router_aux_loss_coef")
-    )
-
-
-def _training_settings(recipe: Recipe) -> Settings:
-    """Leave out `epochs` if `max_steps` is set."""
-    training = recipe.training
-    unused = () if training.max_steps is None else ("epochs",)
-    settings = _dump_section(training, "head_precision", "router_aux_loss_coef", exclude=unused)
-    return settings | {"loss": training.loss.settings()}
-
-
-def _scoring_settings(recipe: Recipe) -> Settings:
-    """Include the version of the scoring algorithm, because log-probs depend on it."""
-    software = scoring_software(recipe.compute.device)
-    return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION, SOFTWARE: software}
-
-
-def _evaluation_settings(recipe: Recipe) -> Settings:
-    """Include the settings of the samples' length and end."""
-    loss = {"loss": recipe.training.loss.settings()}
-    return recipe.evaluation.model_dump(mode="json") | loss | _generation_settings(recipe)
-
-
-def _generation_settings(recipe: Recipe) -> Settings:
-    """Return how the released model generates, without fields at their defaults."""
-    return _dump_section(recipe.release, "eos_tokens", "generation", exclude=("model_name", "gate"))
-
-
-def _release_spec_settings(recipe: Recipe) -> Settings:
-    """Return the settings of the released tokenizer's rendering and of the released model's end of generation."""
-    rendering = {
-        name: value for name, value in _tokenization_settings(recipe).items() if name in ("template_kwargs", "date")
-    }
-    return rendering | _generation_settings(recipe)
-
-
-def _released_model_settings(recipe: Recipe) -> Settings:
-    return _dump_section(recipe.release, exclude=("eos_tokens", "generation")) | {
-        "gate": _dump_section(recipe.release.gate, "min_accuracy_of")
-    }
 
 
 @dataclass(frozen=True)
@@ -97,115 +43,126 @@ class Node:
     stage: str
     kinds: tuple[str, ...]
     description: str
-    needs: tuple[str, ...] = ()
-    may_need: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
-    reads: Callable[[Recipe], Settings] = lambda recipe: {}
-    spec: str | None = None
+    needs: tuple[AssetName, ...] = ()
+    may_need: Callable[[Recipe], tuple[AssetName, ...]] = lambda recipe: ()
+    reads: Callable[[Recipe], Settings] = lambda recipe: NoSettings()
+    spec: AssetName | None = None
     pool: str | None = None
     version: str = "1"
 
     def code_version(self, recipe: Recipe) -> str:
         """Return the version by which Dagster detects a change of the asset's algorithm or of its fields in the recipe."""
-        return f"{self.version}-{short(fingerprint('settings', self.reads(recipe)))}"
+        return f"{self.version}-{short(fingerprint('settings', key_settings(self.reads(recipe))))}"
 
-    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+    def inputs(self, recipe: Recipe) -> tuple[AssetName, ...]:
         """Return the direct dependencies in this recipe."""
         return (*self.needs, *self.may_need(recipe))
 
 
 GRAPH: dict[str, Node] = {
-    "preference_source": Node(
+    AssetName.PREFERENCE_SOURCE: Node(
         "sources",
         ("json",),
         "Preference files or a hub data set, as they are now. The data version is the fingerprint of their contents.",
         version="2",
     ),
-    "base_model": Node(
+    AssetName.BASE_MODEL: Node(
         "sources",
         ("huggingface",),
         "The model the recipe starts from. The data version is the fingerprint of its weights and configuration.",
     ),
-    "tokenization_spec": Node(
+    AssetName.TOKENIZATION_SPEC: Node(
         "specs",
         ("json",),
         "How text becomes tokens: tokenizer, chat template and rules, frozen.",
-        reads=_tokenization_settings,
+        reads=TokenizationRules.of,
     ),
-    "training_spec": Node(
-        "specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training_settings
+    AssetName.TRAINING_SPEC: Node(
+        "specs", ("json",), "Every field that changes the trained policy, frozen.", reads=TrainingSettings.of
     ),
-    "evaluation_spec": Node(
+    AssetName.EVALUATION_SPEC: Node(
         "specs",
         ("json",),
         "Every field that changes the evaluation, frozen.",
-        reads=_evaluation_settings,
+        reads=EvaluationRules.of,
     ),
-    "release_spec": Node(
+    AssetName.RELEASE_SPEC: Node(
         "specs",
         ("json", "huggingface"),
         "The files released beside the weights, frozen: tokenizer, chat template, generation settings, processors. An edit of "
         "these makes a new version without training.",
-        reads=_release_spec_settings,
+        reads=ReleaseRules.of,
     ),
-    "raw_preferences": Node(
+    AssetName.RAW_PREFERENCES: Node(
         "data",
         ("parquet",),
         "Preference pairs in one schema, each in its split. Other rows are in quarantine, with reasons.",
-        needs=("preference_source",),
-        reads=_data_settings,
+        needs=(AssetName.PREFERENCE_SOURCE,),
+        reads=PreferencesSettings.of,
         version="9",
     ),
-    "tokenized_pairs": Node(
+    AssetName.TOKENIZED_PAIRS: Node(
         "data",
         ("huggingface", "arrow"),
         "Token ids and response masks of every pair, memory-mapped.",
-        needs=("raw_preferences", "tokenization_spec"),
-        reads=lambda recipe: {SOFTWARE: token_software()},
+        needs=(AssetName.RAW_PREFERENCES, AssetName.TOKENIZATION_SPEC),
+        reads=PairsSettings.of,
         version="2",
     ),
-    "reference_model": Node(
+    AssetName.REFERENCE_MODEL: Node(
         "reference",
         ("pytorch",),
         "The frozen model the policy is compared with: the base model, or the base model after supervised tuning.",
-        needs=("base_model",),
-        may_need=lambda recipe: ("tokenized_pairs",) if recipe.reference.sft else (),
-        reads=_sft_settings,
+        needs=(AssetName.BASE_MODEL,),
+        may_need=lambda recipe: (AssetName.TOKENIZED_PAIRS,) if recipe.reference.sft else (),
+        reads=reference_settings,
         pool=GPU_POOL,
     ),
-    "reference_logprobs": Node(
+    AssetName.REFERENCE_LOGPROBS: Node(
         "reference",
         ("pytorch", "safetensors"),
         "Log-probs of every response under the reference model; each distinct sequence is scored once, ever.",
-        needs=("tokenized_pairs", "reference_model"),
-        reads=_scoring_settings,
+        needs=(AssetName.TOKENIZED_PAIRS, AssetName.REFERENCE_MODEL),
+        reads=ScoringSettings.of,
         pool=GPU_POOL,
     ),
-    "policy": Node(
+    AssetName.POLICY: Node(
         "training",
         ("pytorch", "mlflow"),
         "The model trained with Direct Preference Optimization. `eval/...` belongs to all held-out pairs, other figures to the "
         "last batch.",
-        needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
-        spec="training_spec",
+        needs=(
+            AssetName.TOKENIZED_PAIRS,
+            AssetName.REFERENCE_LOGPROBS,
+            AssetName.REFERENCE_MODEL,
+            AssetName.TRAINING_SPEC,
+        ),
+        spec=AssetName.TRAINING_SPEC,
         pool=GPU_POOL,
     ),
-    "evaluation": Node(
+    AssetName.EVALUATION: Node(
         "evaluation",
         ("pytorch", "mlflow"),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
-        needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
-        may_need=lambda recipe: ("raw_preferences",) if recipe.data.has_named_sources else (),
-        spec="evaluation_spec",
+        needs=(
+            AssetName.POLICY,
+            AssetName.REFERENCE_LOGPROBS,
+            AssetName.REFERENCE_MODEL,
+            AssetName.TOKENIZED_PAIRS,
+            AssetName.EVALUATION_SPEC,
+        ),
+        may_need=lambda recipe: (AssetName.RAW_PREFERENCES,) if recipe.data.has_named_sources else (),
+        spec=AssetName.EVALUATION_SPEC,
         pool=GPU_POOL,
         version="5",
     ),
-    "released_model": Node(
+    AssetName.RELEASED_MODEL: Node(
         "release",
         ("mlflow",),
         "A version in the MLflow registry, and the gate's decision whether it becomes champion: a candidate must be better on "
         "the held-out pairs by more than one standard error, so that the pairs can be used again.",
-        needs=("policy", "evaluation", "tokenization_spec", "release_spec"),
-        reads=_released_model_settings,
+        needs=(AssetName.POLICY, AssetName.EVALUATION, AssetName.TOKENIZATION_SPEC, AssetName.RELEASE_SPEC),
+        reads=ReleasedModelSettings.of,
     ),
 }
 
@@ -219,8 +176,12 @@ def with_upstream(recipe: Recipe, asset: str) -> list[str]:
     return [name for name in GRAPH if name in needed]
 
 
-def derive(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
-    """Return the derivation of `asset`, or of another kind of artifact. `inputs`: fingerprints by asset name."""
+def derive(asset: str, inputs: Fingerprints, *settings: Settings) -> Derivation:
+    """Return the derivation of `asset`, or of another kind of artifact, with the fields of all `settings`.
+
+    `inputs`: fingerprints by asset name.
+    """
     version = GRAPH[asset].version if asset in GRAPH else "1"
-    sources = {name: Source(kind=name, fingerprint=digest) for name, digest in inputs.items()}
-    return Derivation(kind=asset, code_version=version, inputs=sources, settings=settings)
+    sources = {str(name): Source(kind=name, fingerprint=digest) for name, digest in inputs.items()}
+    fields = {name: value for part in settings for name, value in key_settings(part).items()}
+    return Derivation(kind=asset, code_version=version, inputs=sources, settings=fields)

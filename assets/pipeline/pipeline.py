@@ -47,7 +47,7 @@ class Pipeline:
         return identifier(self.name)
 
     def key(self, asset: str) -> dg.AssetKey:
-        return dg.AssetKey([self.name, asset])
+        return dg.AssetKey([self.name, str(asset)])
 
 
 def identifier(name: str) -> str:

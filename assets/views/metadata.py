@@ -9,6 +9,7 @@ import dagster as dg
 
 from assets.views.sentences import sized
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.details import LengthHistogram, ModelDetails, PairText, SampledAnswer, SourceDetails
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact
 from training.contract.system.imports import import_without_gc
@@ -41,12 +42,14 @@ def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
 
     An artifact that only records a model or data shows their size, not its own.
     """
-    recorded = sum(entry.bytes for entry in artifact.manifest.files.values())
+    details = artifact.details
+    own_size = sum(entry.bytes for entry in artifact.manifest.files.values())
+    size = details.bytes if isinstance(details, SourceDetails | ModelDetails) else own_size
     return {
         **optional_table("made_from", _inputs(artifact.derivation), ("input", "fingerprint")),
         "fingerprint": artifact.fingerprint,
         "key": artifact.derivation.key,
-        "size": sized(artifact.details.get("bytes", recorded)),
+        "size": sized(size),
         "dagster/uri": artifact.folder.as_uri(),
         "folder": dg.MetadataValue.path(str(artifact.folder)),
     }
@@ -101,12 +104,12 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.Table
     return dg.MetadataValue.table(records, schema=schema)
 
 
-def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
-    """Draw the token counts of chosen and rejected sequences. `edges` has one entry more than `chosen` and `rejected`."""
+def length_histogram(histogram: LengthHistogram) -> dg.MarkdownMetadataValue:
+    """Draw the token counts of chosen and rejected sequences."""
     figure = _figure()
     axes = figure.subplots()
-    for side, colour in (("chosen", "#2a9d8f"), ("rejected", "#e76f51")):
-        axes.stairs(histogram[side], histogram["edges"], label=side, color=colour, fill=True, alpha=0.5)
+    for side, counts, colour in (("chosen", histogram.chosen, "#2a9d8f"), ("rejected", histogram.rejected, "#e76f51")):
+        axes.stairs(counts, histogram.edges, label=side, color=colour, fill=True, alpha=0.5)
     axes.set(xlabel="tokens of prompt and response", ylabel="pairs")
     axes.legend()
     return _picture(figure, "sequence lengths")
@@ -158,20 +161,19 @@ def shown_changes(changes: Sequence[str] | None) -> dg.MarkdownMetadataValue:
     return verbatim(changes)
 
 
-def sample_answers(samples: Sequence[Mapping[str, str]]) -> dict[str, dg.MarkdownMetadataValue]:
+def sample_answers(samples: Sequence[SampledAnswer]) -> dict[str, dg.MarkdownMetadataValue]:
     """Return held-out prompts with the answers before and after, one below the other: a row of a table would be cut off."""
     texts = [
-        f"{sample['prompt']}\n--- before (reference model)\n{sample['before']}\n--- after (policy)\n{sample['after']}"
+        f"{sample.prompt}\n--- before (reference model)\n{sample.before}\n--- after (policy)\n{sample.after}"
         for sample in samples
     ]
     return {"samples": verbatim(texts)} if texts else {}
 
 
-def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dict[str, dg.MarkdownMetadataValue]:
+def rendered_pairs(examples: Sequence[PairText]) -> dict[str, dg.MarkdownMetadataValue]:
     """Return pairs as Markdown, in the model's format; nothing without pairs."""
     texts = [
-        f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
-        for pair in examples
+        f"row {pair.row}\n{pair.prompt}\n--- chosen\n{pair.chosen}\n--- rejected\n{pair.rejected}" for pair in examples
     ]
     return {"examples": verbatim(texts)} if texts else {}
 

@@ -17,6 +17,7 @@ import dagster as dg
 
 from assets.pipeline.pipeline import Pipeline
 from assets.views.result_card import render_card
+from training.contract.protocol.artifacts import AssetName
 from training.contract.system.atomic_io import write_durably
 
 SERVED_VARIABLE = "PEDIGREE_PAGES"  # set if Dagster's server serves these pages
@@ -26,10 +27,10 @@ CARD, LINK = ".svg", ".link"
 
 _CHARTS, _REPORT, _PAIRS, _VERSION = "charts", "report.html", "reference_logprobs.html", "version"
 _LINKS: dict[str, dict[str, str]] = {
-    "reference_logprobs": {"pairs with the log-probs of their tokens": _PAIRS},
+    AssetName.REFERENCE_LOGPROBS: {"pairs with the log-probs of their tokens": _PAIRS},
     "policy": {"charts of the latest training in MLflow": _CHARTS + LINK},
     "evaluation": {"report": _REPORT, "charts in MLflow": _CHARTS + LINK},
-    "released_model": {"version in MLflow": _VERSION + LINK, "report": _REPORT},
+    AssetName.RELEASED_MODEL: {"version in MLflow": _VERSION + LINK, "report": _REPORT},
 }
 
 

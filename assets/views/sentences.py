@@ -5,9 +5,19 @@ A sentence is made from the details in the manifest. Artifacts of earlier versio
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-Details = Mapping[str, Any]
+from training.contract.protocol.details import (
+    EvaluationDetails,
+    ModelDetails,
+    PairCounts,
+    PairsDetails,
+    PolicyDetails,
+    ReferenceModelDetails,
+    RowCounts,
+    RowsDetails,
+)
+from training.contract.protocol.settings import EvaluationSpec, TrainingSpec
+from training.contract.protocol.spec_files import TokenizationSpec
 
 _UNITS = ("kB", "MB", "GB", "TB")
 
@@ -33,30 +43,29 @@ def of_files(files: int, size_bytes: int, rows: Mapping[str, int | None]) -> str
     return f"{counted(files, 'file')}{of_rows}, {sized(size_bytes)}."
 
 
-def of_model(architecture: str, details: Details) -> str:
-    return f"{architecture}, {sized(details['bytes'])} in {counted(details['tensors'], 'tensor')}."
+def of_model(architecture: str, details: ModelDetails) -> str:
+    return f"{architecture}, {sized(details.bytes)} in {counted(details.tensors, 'tensor')}."
 
 
-def of_tokenization(spec: Details) -> str:
-    lines = counted(len(spec["template"].splitlines()), "line")
+def of_tokenization(spec: TokenizationSpec) -> str:
+    lines = counted(len(spec.template.splitlines()), "line")
     return (
-        f"A vocabulary of {spec['vocabulary']:,} tokens, a chat template of {lines}, at most {spec['max_length']:,} tokens a "
+        f"A vocabulary of {spec.vocabulary:,} tokens, a chat template of {lines}, at most {spec.max_length:,} tokens a "
         "sequence."
     )
 
 
-def of_training(spec: Details) -> str:
-    loss, optimizer = spec["loss"], spec["optimizer"]
-    length = counted(spec["max_steps"], "step") if spec.get("max_steps") else counted(spec["epochs"], "epoch")
-    beta = f" with beta {loss['beta']:g}" if "beta" in loss else ""
+def of_training(spec: TrainingSpec) -> str:
+    loss, optimizer = spec.loss, spec.optimizer
+    length = counted(spec.max_steps, "step") if spec.max_steps else counted(spec.epochs, "epoch")
     return (
-        f"{length} in batches of {counted(spec['batch_size'], 'pair')}, {optimizer['type']} at "
-        f"{optimizer['learning_rate']:g}, loss {loss['type']}{beta}."
+        f"{length} in batches of {counted(spec.batch_size, 'pair')}, {optimizer.type} at {optimizer.learning_rate:g}, loss "
+        f"{loss.type} with beta {loss.beta:g}."
     )
 
 
-def of_evaluation_settings(spec: Details) -> str:
-    answers = f"{counted(spec['samples'], 'sampled answer')} of up to {counted(spec['max_new_tokens'], 'token')}"
+def of_evaluation_settings(spec: EvaluationSpec) -> str:
+    answers = f"{counted(spec.samples, 'sampled answer')} of up to {counted(spec.max_new_tokens, 'token')}"
     return f"Every held-out pair is scored, with {answers}."
 
 
@@ -64,29 +73,30 @@ def of_release_files(files: Sequence[str]) -> str:
     return f"{counted(len(files), 'file')} beside the weights of a version: {', '.join(files)}."
 
 
-def of_rows(details: Details) -> str:
+def of_rows(details: RowsDetails) -> str:
     """The rows of `raw_preferences`."""
-    counts = details["counts"]
-    left = [f"{counts[name]:,} {name}" for name in ("quarantined", "duplicates", "conflicting") if counts.get(name)]
+    counts = details.counts
+    kinds = {"quarantined": counts.quarantined, "duplicates": counts.duplicates, "conflicting": counts.conflicting}
+    left = [f"{count:,} {name}" for name, count in kinds.items() if count]
     return f"{_of_splits(counts)}; {', '.join(left) if left else 'no row was left out'}."
 
 
-def of_pairs(details: Details) -> str:
+def of_pairs(details: PairsDetails) -> str:
     """The pairs of `tokenized_pairs`."""
-    counts, longest = details["counts"], [side["p100"] for side in details["percentiles"].values()]
-    dropped = f"{counted(counts['dropped'], 'pair')} dropped" if counts["dropped"] else "no pair was dropped"
+    counts, longest = details.counts, [side["p100"] for side in details.percentiles.values()]
+    dropped = f"{counted(counts.dropped, 'pair')} dropped" if counts.dropped else "no pair was dropped"
     return f"{_of_splits(counts)}; the longest sequence has {max(longest):,.0f} tokens; {dropped}."
 
 
-def _of_splits(counts: Mapping[str, int]) -> str:
-    return f"{counted(counts['pairs'], 'pair')}: {counts['train']:,} to train, {counts['validation']:,} held out"
+def _of_splits(counts: RowCounts | PairCounts) -> str:
+    return f"{counted(counts.pairs, 'pair')}: {counts.train:,} to train, {counts.validation:,} held out"
 
 
-def of_supervised_tuning(details: Details) -> str:
+def of_supervised_tuning(details: ReferenceModelDetails) -> str:
     """The reference model after supervised tuning. Losses are means of the first and the last step."""
-    losses = details["series"]["loss"]
+    losses = details.series["loss"]
     return (
-        f"Tuned on the chosen responses of {counted(details['pairs'], 'pair')} for {counted(details['steps'], 'step')}: "
+        f"Tuned on the chosen responses of {counted(details.pairs, 'pair')} for {counted(details.steps, 'step')}: "
         f"loss {losses[0]:.3g} to {losses[-1]:.3g} nats a token."
     )
 
@@ -96,19 +106,18 @@ def of_logprobs(hits: int, scored: int) -> str:
     return f"{total}: {hits:,} taken from the cache, {scored:,} scored."
 
 
-def of_policy(details: Details, held_out: Mapping[str, float]) -> str:
-    """`held_out`: the metrics after the last step; empty if nothing is held out."""
-    trained = f"Trained for {counted(details['steps'], 'step')} on {counted(details['pairs']['train'], 'pair')}"
-    if not held_out:
+def of_policy(details: PolicyDetails) -> str:
+    trained = f"Trained for {counted(details.steps, 'step')} on {counted(details.pairs.train, 'pair')}"
+    if not details.eval:
         return f"{trained}."
-    return f"{trained}. {_of_metrics(held_out)}."
+    return f"{trained}. {_of_metrics(details.eval)}."
 
 
-def of_evaluation(details: Details, changed: int, samples: int) -> str:
+def of_evaluation(details: EvaluationDetails, changed: int, samples: int) -> str:
     """`changed`: the number of `samples` with another answer than before."""
-    low, high = details["interval"]
+    low, high = details.interval
     answers = f" {changed} of {counted(samples, 'sampled answer')} changed." if samples else ""
-    return f"{_of_metrics(details['metrics'])}; 95% interval of the share {low:.1%} to {high:.1%}.{answers}"
+    return f"{_of_metrics(details.metrics)}; 95% interval of the share {low:.1%} to {high:.1%}.{answers}"
 
 
 def _of_metrics(metrics: Mapping[str, float]) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.details import EvaluationDetails
 from training.contract.store.store import Artifact
 
 _METRICS = {
@@ -21,7 +23,9 @@ _METRICS = {
 }
 
 
-def model_card(model_name: str, training: Mapping[str, Any], evaluation: Artifact, lineage: Mapping[str, str]) -> str:
+def model_card(
+    model_name: str, training: JsonObject, evaluation: Artifact[EvaluationDetails], lineage: Mapping[str, str]
+) -> str:
     """Return the card. `training`: the frozen section of the recipe; `lineage`: fingerprints by kind."""
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["dpo", "preference-tuning"]}
     return "\n".join(
@@ -40,15 +44,15 @@ def model_card(model_name: str, training: Mapping[str, Any], evaluation: Artifac
     )
 
 
-def read_training(policy: Path) -> dict[str, Any]:
+def read_training(policy: Path) -> JsonObject:
     """Return the frozen training section in a policy's folder; empty if it is missing."""
     file = policy / "training.json"
-    found: dict[str, Any] = yaml.safe_load(file.read_bytes()) if file.is_file() else {}
+    found: JsonObject = yaml.safe_load(file.read_bytes()) if file.is_file() else {}
     return found
 
 
-def _results(details: Mapping[str, Any]) -> list[tuple[str, str]]:
-    metrics, (low, high) = details["metrics"], details["interval"]
+def _results(details: EvaluationDetails) -> list[tuple[str, str]]:
+    metrics, (low, high) = details.metrics, details.interval
     rows = [(text, f"{metrics[name]:.4g}") for name, text in _METRICS.items() if name in metrics]
     if "eval/pairs" in metrics:
         rows.insert(0, ("held-out pairs", f"{int(metrics['eval/pairs']):,}"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.protocol.artifacts import AssetName
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -17,7 +18,7 @@ MERGED = "merged_policy"  # the kind of a policy trained as an adapter and merge
 LINEAGE_FILE = "lineage.json"
 _PREFIX = "pedigree."
 _WEIGHTS = ("policy", MERGED)
-_NEEDED = ("evaluation", "release_spec", "tokenization_spec", "raw_preferences")
+_NEEDED = ("evaluation", AssetName.RELEASE_SPEC, AssetName.TOKENIZATION_SPEC, AssetName.RAW_PREFERENCES)
 _TAGGED = (*_WEIGHTS, *_NEEDED)
 
 
@@ -47,7 +48,7 @@ class Version:
     @property
     def weights(self) -> str | None:
         """Return the fingerprint of the released weights: of its policy, or of the policy merged into its base."""
-        return self.fingerprint_of(MERGED) or self.fingerprint_of("policy")
+        return self.fingerprint_of(MERGED) or self.fingerprint_of(AssetName.POLICY)
 
     @property
     def download_name(self) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from training.contract.identity.hash_cache import HashCache
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 
 LAYERS, ROWS, COLUMNS = 64, 2048, 4096  # 2 GiB in float32
 
@@ -32,7 +32,7 @@ def test_two_gibibytes_of_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({f"layers.{number}.weight": tensor for number in range(LAYERS)}, tmp_path / "model.safetensors")
     one_thread = LAYERS * seconds(lambda: hashlib.sha256(tensor.tobytes()).digest())
-    plain = seconds(lambda: weights_fingerprint(weights_identity(tmp_path)))
+    plain = seconds(lambda: weights_identity(tmp_path).fingerprint)
     cache = tmp_path / "hashes.json"
     time.sleep(2.5)
     first = seconds(lambda: weights_identity(tmp_path, HashCache(cache)))

@@ -18,7 +18,7 @@ from model_registry.tracking import Tracker
 from tests.workflows.homes import ATTRIBUTES, flip
 from training.contract.config.recipe import Recipe
 from training.contract.errors import RegistryError, RegistryUnavailable
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import EventWriter, Follower, read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
@@ -100,12 +100,12 @@ def test_store_files_restores_missing_files(server, policy: Path, tmp_path: Path
 def test_locate_champion_corrupt_download_is_fetched_again(server, policy: Path, tmp_path: Path):
     """No other check would do so: the version's files on the server are intact."""
     tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
-    weights = weights_fingerprint(weights_identity(policy))
+    weights = weights_identity(policy).fingerprint
     with tracker.run(key="corrupt", **ABOUT) as run:
         version = registry.register("small", policy, run.run_id, identity={"pedigree.policy": weights}, tags={})
     registry.promote(version, over=None)
     flip(next(registry.folder(version).glob("*.safetensors")))
-    assert weights_fingerprint(weights_identity(registry.folder(version))) != weights
+    assert weights_identity(registry.folder(version)).fingerprint != weights
     found = locate_champion(Recipe.model_validate(ATTRIBUTES), registry)
     assert found is not None and found.fingerprint == weights
 

@@ -19,7 +19,7 @@ from tests.training.worlds import TinyWorld
 from training.contract.config.recipe import Compute
 from training.contract.config.training import SupervisedTuning
 from training.contract.identity.file_stamps import artifact_stamps, model_stamps
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.store.manifest import Derivation
@@ -107,7 +107,7 @@ class Place:
 
     def _base(self, kind: str) -> Input:
         folder = self.root / "base"
-        return Input(kind=kind, fingerprint=weights_fingerprint(weights_identity(folder)), folder=folder)
+        return Input(kind=kind, fingerprint=weights_identity(folder).fingerprint, folder=folder)
 
 
 def made(job: Job) -> Artifact | None:

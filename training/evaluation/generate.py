@@ -5,8 +5,7 @@ is a collective pass, so all ranks answer all prompts together. A server of the 
 way: greedily, unless `release.generation` sets other values.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from transformers import (
 
 from training.contract.config.release import Generation
 from training.contract.errors import TemplateError
+from training.contract.protocol.settings import EvaluationSpec
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.model.backbone import text_config
@@ -37,15 +37,17 @@ def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> li
     return [int(position) for position in among[firsts[spread]]]
 
 
-def stop_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, Any]) -> list[int]:
+def stop_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, settings: EvaluationSpec) -> list[int]:
     """Return the stop tokens of the released model, in ascending order.
 
-    `settings` holds `eos_token_ids` from the base model's files and `eos_tokens` from the recipe. Old specs have neither: then
-    the ids come from the model's `config`. Raises TemplateError for an unknown token.
+    The ids come from the base model's files, and with an old spec from the model's `config`. Raises TemplateError for an
+    unknown token in `release.eos_tokens`.
     """
-    configured = settings.get("eos_token_ids", config.get_text_config().eos_token_id)
-    stops = set(configured if isinstance(configured, list) else [configured]) - {None}
-    vocabulary, added = tokenizer.get_vocab(), settings.get("eos_tokens", [])
+    configured = settings.eos_token_ids
+    if configured is None:
+        configured = config.get_text_config().eos_token_id
+    stops = set(configured if isinstance(configured, list | tuple) else [configured]) - {None}
+    vocabulary, added = tokenizer.get_vocab(), settings.eos_tokens
     if unknown := [token for token in added if token not in vocabulary]:
         raise TemplateError(
             f"`release.eos_tokens` has {unknown[0]!r}; expected a single token of the tokenizer, spelled as in tokenizer.json",

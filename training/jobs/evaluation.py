@@ -15,7 +15,6 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +27,13 @@ from training.contract.config.loss import Loss
 from training.contract.config.release import Generation
 from training.contract.errors import DataError
 from training.contract.identity.fingerprint import fingerprint, short
-from training.contract.protocol.events import EventWriter
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import EvaluationDetails, SampledAnswer
 from training.contract.protocol.job import Job
+from training.contract.protocol.settings import EvaluationSpec
+from training.contract.protocol.spec_files import TOKENIZER_FOLDER
 from training.contract.store.store import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
-from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import load_tokenizer
 from training.data.tokenization.message_text import read_message_text
 from training.data.tokenization.pair_dataset import Pairs
@@ -41,6 +42,7 @@ from training.evaluation.examples import Sample, examined_positions, worst_pairs
 from training.evaluation.generate import answers, decode, spread_prompts, stop_tokens
 from training.evaluation.report import Report, render
 from training.evaluation.token_rewards import ExaminedPairs, TokenLogProbs, score_tokens
+from training.job_context import JobContext
 from training.losses.preference import preference_loss
 from training.model.logprobs.self_check import check_exact
 from training.parallel.model_specs import InferenceModelSpec
@@ -79,33 +81,35 @@ class _Prompting:
         return _Outputs(texts, score_tokens(model, self.pairs, self.examined, group))
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+def run(context: JobContext[EvaluationSpec]) -> JobResult[EvaluationDetails]:
+    job, group, events, settings = context.job, context.group, context.events, context.settings
+    pairs = Pairs.open(job.inputs[AssetName.TOKENIZED_PAIRS].folder)
     positions_V = held_out_positions(pairs)
-    loss = Loss.model_validate(job.settings["loss"])
-    reference = read_table(job, pairs, positions_V, loss, group, events)
-    tokenizer = load_tokenizer(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
-    shown = spread_prompts(pairs, positions_V, job.settings["samples"])
-    prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
+    loss = settings.loss
+    reference = read_table(context, pairs, positions_V, loss)
+    tokenizer = load_tokenizer(job.inputs[AssetName.TOKENIZED_PAIRS].folder / TOKENIZER_FOLDER)
+    shown = spread_prompts(pairs, positions_V, settings.samples)
+    prompts, length = [pairs.prompt_ids(index) for index in shown], settings.max_new_tokens
 
-    after_training = InferenceModelSpec(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
-    before_training = InferenceModelSpec(job.inputs["reference_model"], reference.dtype)
+    after_training = InferenceModelSpec(
+        job.inputs[AssetName.POLICY], reference.dtype, job.inputs[AssetName.REFERENCE_MODEL]
+    )
+    before_training = InferenceModelSpec(job.inputs[AssetName.REFERENCE_MODEL], reference.dtype)
     layout = choose_layout(after_training, job.compute.parallel, group, events)
     policy = layout.place(after_training.load)
     check_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
-    stops = stop_tokens(policy.config, tokenizer, job.settings)
-    drawing = Generation.model_validate(job.settings.get("generation", {}))
+    stops = stop_tokens(policy.config, tokenizer, settings)
     examined = examined_positions(held_out, shown)
-    prompting = _Prompting(prompts, stops, tokenizer, length, drawing, pairs, examined)
+    prompting = _Prompting(prompts, stops, tokenizer, length, settings.generation, pairs, examined)
     after = prompting.outputs_of(policy, group)
     del policy
     gc.collect()  # the model is in reference cycles, and memory may hold one model only
     before = prompting.outputs_of(layout.place(before_training.load), group)
     if not group.is_main:
-        return JobResult("")
+        return JobResult()
     samples = [
         Sample(int(pairs.rows[i]), decode(tokenizer, prompt), old, new, decode(tokenizer, pairs.response_ids(i)))
         for i, prompt, old, new in zip(shown, prompts, before.answers, after.answers, strict=True)
@@ -128,7 +132,7 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
 
 def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
     """Return the source name of each held-out pair."""
-    raw = job.inputs.get("raw_preferences")  # an input only if the recipe names a source
+    raw = job.inputs.get(AssetName.RAW_PREFERENCES)  # an input only if the recipe names a source
     if raw is None:
         return [None] * len(rows_V)
     table = pq.read_table(raw.folder / PREFERENCES_FILE, columns=["source_name"], schema=PREFERENCES_SCHEMA)
@@ -143,7 +147,7 @@ def _write(
     samples: list[Sample],
     examined: ExaminedPairs,
     tokenizer: PreTrainedTokenizerBase,
-) -> JobResult:
+) -> JobResult[EvaluationDetails]:
     """Write the four files into the staging folder. The report is not in the fingerprint, so its layout may change."""
     names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
     names = sorted({name for name in names_V if name is not None})
@@ -161,13 +165,15 @@ def _write(
     by_source = {name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()}
     report = _report(job, loss, held_out, metrics, by_source, samples, examined, tokenizer)
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
-    details = {
-        "metrics": metrics,
-        "sources": [{"source": name, **values} for name, values in source_metrics.items()],
-        "interval": list(held_out.accuracy().interval),
-        "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in report.samples],
-    }
-    return JobResult(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
+    details = EvaluationDetails(
+        metrics=metrics,
+        sources=tuple({"source": name, **values} for name, values in source_metrics.items()),
+        interval=held_out.accuracy().interval,
+        samples=tuple(SampledAnswer(**asdict(sample.abridged(_SHOWN_CHARACTERS))) for sample in report.samples),
+    )
+    return JobResult(
+        fingerprint(AssetName.EVALUATION.value, {"metrics": metrics, "pairs": columns, "samples": texts}), details
+    )
 
 
 def _report(
@@ -187,10 +193,10 @@ def _report(
     unmoved = held_out.logprobs.with_policy_at(held_out.logprobs.reference_B2)
     tokens_B2 = held_out.logprobs.tokens_B2
     return Report(
-        policy=short(job.inputs["policy"].fingerprint),
-        reference=short(job.inputs["reference_model"].fingerprint),
-        pairs=short(job.inputs["tokenized_pairs"].fingerprint),
-        model_name=_model_name(job.recipe),
+        policy=short(job.inputs[AssetName.POLICY].fingerprint),
+        reference=short(job.inputs[AssetName.REFERENCE_MODEL].fingerprint),
+        pairs=short(job.inputs[AssetName.TOKENIZED_PAIRS].fingerprint),
+        model_name=job.recipe.release.model_name,
         date=datetime.now(UTC),
         loss=loss,
         reference_loss=float(preference_loss(loss, unmoved).losses_B.mean()),
@@ -204,9 +210,3 @@ def _report(
         worst=[pair.with_messages(messages).abridged(_SHOWN_CHARACTERS) for pair in worst],
         rewards=examined.rewards(loss, tokenizer, prompts),
     )
-
-
-def _model_name(recipe: Mapping[str, Any]) -> str:
-    """Return the name of the registered model in a resolved recipe. Return an empty text if it is missing."""
-    release = recipe.get("release")
-    return str(release.get("model_name", "")) if isinstance(release, dict) else ""

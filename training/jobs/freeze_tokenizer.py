@@ -9,69 +9,69 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint, short
-from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import TokenizationDetails
+from training.contract.protocol.locations import TokenizerLocations
+from training.contract.protocol.settings import TokenizationSettings
+from training.contract.protocol.spec_files import SPEC_FILE, TOKENIZER_FOLDER, TokenizationSpec
 from training.contract.store.store import JobResult
 from training.contract.system.child_process import MemoryExceeded, run_in_child
 from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected, probe
 from training.data.templates.template_probe import Conversation, left_out, marked
 from training.data.templates.template_warnings import end_of_turn, template_notes, template_tokens
-from training.data.templates.tokenization_spec import SPEC_FILE, TOKENIZER_FOLDER
 from training.data.templates.tokenizer import load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint
 from training.data.templates.tokenizer_source import blaming, read_template, read_tokenizer
-from training.distributed import Group
+from training.job_context import JobContext
 
-_SPEC_FIELDS = ("train_on", "max_length", "over_length")
+_IDENTITY = {"train_on", "max_length", "over_length", "tokenizer_fingerprint", "template_fingerprint"}
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
+def run(context: JobContext[TokenizationSettings, TokenizerLocations]) -> JobResult[TokenizationDetails]:
     """Freeze tokenizer and template.
 
-    Raises TemplateError if they do not suit `job.settings`, DataError if a file no longer has its sha256 in `job.settings`.
+    Raises TemplateError if they do not suit the settings, DataError if a file no longer has its sha256 in the settings.
     """
-    assert group.world == 1, "the tokenizer job runs in one process"
+    job, events, settings = context.job, context.events, context.settings
+    assert context.group.world == 1, "the tokenizer job runs in one process"
     events.phase("loading the tokenizer")
     tokenizer, difference = read_tokenizer(job)
     events.phase("checking the chat template")
     with blaming(job, "chat_template"):
         template = read_template(job, tokenizer)
-        name = job.locations["chat_template"] or "the tokenizer's chat template"
+        name = str(job.locations.chat_template or "the tokenizer's chat template")
         try:
-            found = run_in_child(partial(_try_out, template, tokenizer, job.settings["train_on"], name))
+            found = run_in_child(partial(_try_out, template, tokenizer, settings.train_on, name))
         except MemoryExceeded as error:
             raise TemplateError(
                 f"{name} needs {error} for a short conversation; shorten its loops, or set `tokenization.chat_template` to "
                 "another .jinja file",
                 "template-limit",
             ) from error
-    spec = {
-        **{name: job.settings[name] for name in _SPEC_FIELDS},
-        "template_kwargs": template.template_kwargs,
-        "date": template.date,
-        "template": template.text,
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        "template_fingerprint": found.fingerprint,
-        "special_ids": special_ids(tokenizer),
-        "end_of_turn": found.end_of_turn,
-        "vocabulary": len(tokenizer),
-    }
+    spec = TokenizationSpec(
+        train_on=settings.train_on,
+        max_length=settings.max_length,
+        over_length=settings.over_length,
+        template_kwargs=template.template_kwargs,
+        date=template.date,
+        template=template.text,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        template_fingerprint=found.fingerprint,
+        special_ids=special_ids(tokenizer),
+        end_of_turn=found.end_of_turn,
+        vocabulary=len(tokenizer),
+    )
     notes = [*([difference] if difference else []), *found.notes]
     for note in notes:
         events.note(note)
     _write(job.staging, tokenizer, spec)
-    identity = {name: spec[name] for name in (*_SPEC_FIELDS, "tokenizer_fingerprint", "template_fingerprint")}
-    recipe_details = {
-        "files": job.settings["files"],
-        "notes": notes,
-        "template_tokens": found.tokens,
-    }
-    return JobResult(fingerprint("tokenization_spec", identity), spec | recipe_details)
+    identity = spec.model_dump(include=_IDENTITY)
+    details = TokenizationDetails(files=settings.files, notes=tuple(notes), template_tokens=found.tokens)
+    return JobResult(fingerprint(AssetName.TOKENIZATION_SPEC.value, identity), details)
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,16 @@ def _find_left_out(template: ChatTemplate) -> str | None:
         return None
 
 
-def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any]) -> None:
+def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: TokenizationSpec) -> None:
     """Write the spec and the tokenizer. Raises TemplateError if the saved tokenizer loads as another one."""
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
     reloaded = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
-    if reloaded != spec["tokenizer_fingerprint"]:
+    if reloaded != spec.tokenizer_fingerprint:
         raise TemplateError(
             f"the saved tokenizer loads as another one: fingerprint {short(reloaded)}, expected "
-            f"{short(spec['tokenizer_fingerprint'])}; save it with this version of transformers and set "
+            f"{short(spec.tokenizer_fingerprint)}; save it with this version of transformers and set "
             "`tokenization.tokenizer` to that folder",
             "tokenizer-not-saved-exactly",
         )
-    content = json.dumps(spec, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    content = json.dumps(spec.model_dump(), indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)
     (folder / SPEC_FILE).write_text(content + "\n", encoding="utf-8")

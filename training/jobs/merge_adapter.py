@@ -1,13 +1,13 @@
 """The `merge` job: merge a policy's adapter into its base model. The result loads without peft."""
 
-from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.store import JobResult
-from training.distributed import Group
+from training.job_context import JobContext
 from training.model.adapter import write_merged
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Write the merged model into `job.staging`. Raises ModelError."""
-    events.phase("merge the adapter into its base")
-    return JobResult(write_merged(job.inputs["policy"], job.inputs["reference_model"], job.staging))
+def run(context: JobContext) -> JobResult:
+    """Write the merged model into the staging folder. Raises ModelError."""
+    context.events.phase("merge the adapter into its base")
+    inputs = context.inputs
+    return JobResult(write_merged(inputs[AssetName.POLICY], inputs[AssetName.REFERENCE_MODEL], context.staging))

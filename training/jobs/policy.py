@@ -19,16 +19,19 @@ import gc
 import math
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
+from training.contract.config.key_settings import key_settings
 from training.contract.errors import TrainingError
 from training.contract.identity.tokenizer_files import holds_tokenizer
-from training.contract.protocol.events import EventWriter
+from training.contract.protocol.artifacts import CHAMPION, AssetName
+from training.contract.protocol.details import PolicyDetails
 from training.contract.protocol.job import Input, Job
+from training.contract.protocol.locations import PolicyLocations
+from training.contract.protocol.settings import TrainingSpec
+from training.contract.protocol.spec_files import TOKENIZER_FOLDER
 from training.contract.store.store import JobResult, write_json
-from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import foreign_tokens, load_tokenizer
-from training.distributed import Group
+from training.job_context import JobContext
 from training.loop.callbacks import CheckInputs
 from training.loop.model_io import load_for_training, write_trained
 from training.loop.objective import PreferenceObjective
@@ -42,6 +45,8 @@ from training.model.expert_routing import ExpertBalance
 from training.parallel.model_specs import InferenceModelSpec, TrainModelSpec
 from training.parallel.strategy import load_frozen
 from training.parallel.train_state import TrainableParams
+
+Context = JobContext[TrainingSpec, PolicyLocations]
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 _NO_SUCH_CHAMPION = "set `training.start_from: reference` until there is a champion with this tokenizer"
@@ -58,65 +63,64 @@ class PolicyRun:
     trainer: Trainer
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Train the policy and write it into `job.staging`. Raise TrainingError if the run must not go on."""
-    prepared = prepare(job, group, events)
+def run(context: Context) -> JobResult[PolicyDetails]:
+    """Train the policy and write it into the staging folder. Raise TrainingError if the run must not go on."""
+    prepared = prepare(context)
     prepared.trainer.run()
-    events.phase("saving the policy")
-    return save_policy(job, group, prepared)
+    context.events.phase("saving the policy")
+    return save_policy(context, prepared)
 
 
-def prepare(job: Job, group: Group, events: EventWriter) -> PolicyRun:
+def prepare(context: Context) -> PolicyRun:
     """Read, check and load all that the run needs."""
+    group, events = context.group, context.events
     events.phase("reading pairs and reference log-probs")
-    state = RunState(job, group, events, ("loss", *_REWARDS))
-    data = read_data(job, group, events)
-    start = find_start(job, data)
+    state = RunState(context, ("loss", *_REWARDS))
+    data = read_data(context)
+    start = find_start(context.job, data)
     checker = ReferenceChecker(data, group, events, state)
     if state.resumed_step is None and not data.starts_as_reference:
-        check_reference_alone(job, data, group, events, checker)
-    params = load_policy(job, data, start, group, events, state)
+        check_reference_alone(context, data, checker)
+    params = load_policy(context, data, start, state)
     callbacks = [CheckInputs(), CheckStart(checker, params), EvaluateHeldOut(checker, params)]
     coefficient = data.settings.router_aux_loss_coef
     balance = ExpertBalance(coefficient, group) if coefficient else None
     objective = PreferenceObjective(data.pairs, data.table, data.settings.loss, group, balance)
     train_step = TrainStep(params, objective, data.batches, data.settings, data.steps)
-    return PolicyRun(data, start, params, state, Trainer(job, events, train_step, state, callbacks))
+    return PolicyRun(data, start, params, state, Trainer(context, train_step, state, callbacks))
 
 
-def find_start(job: Job, data: PolicyData) -> Input:
+def find_start(job: Job[TrainingSpec, PolicyLocations], data: PolicyData) -> Input:
     """Return the model that becomes the policy. Raise TrainingError if the champion has another tokenizer."""
     if data.settings.champion is None:
-        return job.inputs["reference_model"]
-    folder = Path(job.locations["champion"])
+        return job.inputs[AssetName.REFERENCE_MODEL]
+    folder = job.locations.champion
+    assert folder is not None, "a champion without a folder"
     if holds_tokenizer(folder):  # another program may have registered the model without one
-        tokenizer = load_tokenizer(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
+        tokenizer = load_tokenizer(job.inputs[AssetName.TOKENIZED_PAIRS].folder / TOKENIZER_FOLDER)
         if foreign := foreign_tokens(tokenizer, load_tokenizer(folder)):
             raise TrainingError(
                 f"the champion in {folder} was trained with another tokenizer: {len(foreign):,} of the {len(tokenizer):,} "
                 f"tokens of the pairs have another number there or none, first {foreign[0]!r}; {_NO_SUCH_CHAMPION}",
                 "champion-tokenizer",
             )
-    return Input(kind="champion", fingerprint=data.settings.champion, folder=folder)
+    return Input(kind=CHAMPION, fingerprint=data.settings.champion, folder=folder)
 
 
-def check_reference_alone(
-    job: Job, data: PolicyData, group: Group, events: EventWriter, checker: ReferenceChecker
-) -> None:
+def check_reference_alone(context: Context, data: PolicyData, checker: ReferenceChecker) -> None:
     """Check the table against the reference model, and free that. Raise TrainingError."""
-    events.phase("loading the reference model for its check")
-    frozen = InferenceModelSpec(job.inputs["reference_model"], data.table.dtype)
+    context.events.phase("loading the reference model for its check")
+    frozen = InferenceModelSpec(context.inputs[AssetName.REFERENCE_MODEL], data.table.dtype)
     with checker.state.timed("proof"):
-        model = load_frozen(frozen, job.compute.parallel, group, events)
+        model = load_frozen(frozen, context.job.compute.parallel, context.group, context.events)
     checker.check(model)
     del model
     gc.collect()  # its parts form cycles, and the policy needs the memory
 
 
-def load_policy(
-    job: Job, data: PolicyData, start: Input, group: Group, events: EventWriter, state: RunState
-) -> TrainableParams:
+def load_policy(context: Context, data: PolicyData, start: Input, state: RunState) -> TrainableParams:
     """Load the model that becomes the policy. Raise TrainingError if a champion lacks tokens of the pairs."""
+    events = context.events
     events.phase("loading the model that becomes the policy")
     settings = data.settings
     spec = TrainModelSpec(
@@ -129,7 +133,7 @@ def load_policy(
     )
     with state.timed("loading"):
         routing = "training" if settings.router_aux_loss_coef else None
-        params = load_for_training(spec, job.compute, group, events, routing)
+        params = load_for_training(spec, context.job.compute, context.group, events, routing)
     if settings.champion is not None:
         # Without a tokenizer in the champion's folder, only its size can tell.
         vocabulary = text_config(params.model).vocab_size
@@ -143,19 +147,25 @@ def load_policy(
     return params
 
 
-def save_policy(job: Job, group: Group, done: PolicyRun) -> JobResult:
+def save_policy(context: Context, done: PolicyRun) -> JobResult[PolicyDetails]:
     """Write the policy's folder. Only rank 0 writes and knows the fingerprint."""
+    job, group = context.job, context.group
     with done.state.timed("saving"):
         fingerprint = write_trained(job, done.params, done.start, done.data.settings.adapter)
     if not group.is_main:
         return JobResult(fingerprint)
-    facts = done.state.facts
-    rewards = [value for name in _REWARDS for value in facts["series"][name]]
+    figures = done.state.figures
+    rewards = [value for name in _REWARDS for value in figures.series[name]]
     counts = {"train": len(done.data.batches.items), "validation": len(done.data.held_out)}
-    summary = {**facts, "pairs": counts, "rewards_finite": all(map(math.isfinite, rewards)), "world": group.world}
-    write_json(job.staging / "training.json", job.settings)
-    write_json(job.staging / "recipe.json", job.recipe)
+    summary = {
+        **figures.to_json(),
+        "pairs": counts,
+        "rewards_finite": all(map(math.isfinite, rewards)),
+        "world": group.world,
+    }
+    write_json(job.staging / "training.json", key_settings(job.settings))
+    write_json(job.staging / "recipe.json", job.recipe.model_dump(mode="json"))
     write_json(job.staging / "metrics.json", summary)
     if job.events.is_file():
         shutil.copyfile(job.events, job.staging / "events.jsonl")
-    return JobResult(fingerprint, summary)
+    return JobResult(fingerprint, PolicyDetails.model_validate(summary))

@@ -6,15 +6,17 @@ with their splits, line numbers and source names, and the quarantined rows, in o
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from training.contract.config.data_source import DataSource, settings_by_source
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, distinct_names
+from training.contract.protocol.artifacts import PREFERENCE_SOURCE, AssetName
+from training.contract.protocol.details import RowsDetails
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PreferencesLocations
+from training.contract.protocol.settings import PreferencesSettings, SourceSettings
 from training.contract.store.manifest import read_manifest
 from training.contract.store.row_cache import PairCache
 from training.contract.store.store import JobResult, Store
@@ -28,30 +30,33 @@ from training.data.reading.duplicates import Duplicates
 from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
 from training.data.reading.hub_files import hub_files
-from training.data.reading.pair_writer import PairWriter, SourceFile, SourceSettings
+from training.data.reading.pair_writer import PairWriter, Source, SourceFile
 from training.data.reading.readers import ParsedRow, UnparsedRow, read_rows
-from training.distributed import Group
+from training.job_context import JobContext
 
 _DETECTION_ROWS = 32
 _BLOCK_ROWS = 1024
+PreferencesJob = Job[PreferencesSettings, PreferencesLocations]
+Context = JobContext[PreferencesSettings, PreferencesLocations]
 FileRow = ParsedRow | UnparsedRow
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Read, convert and split the sources of `job.locations`; its `files` lists the files of each local source.
+def run(context: Context) -> JobResult[RowsDetails]:
+    """Read, convert and split the sources of the job's locations.
 
     Raises DataError if they hold no pair, or if a file no longer has its listed sha256.
     """
-    assert group.world == 1, "the preferences job runs in one process"
+    job, events = context.job, context.events
+    assert context.group.world == 1, "the preferences job runs in one process"
     files_by_source = _list_files(job, events)
     events.phase("reading preferences")
-    sources = [_source_settings(number, settings) for number, settings in enumerate(settings_by_source(job.settings))]
+    sources = [_source_of(number, settings) for number, settings in enumerate(job.settings.by_source)]
     inputs = _name_distinctly(
         [SourceFile(file, source) for files, source in zip(files_by_source, sources, strict=True) for file in files]
     )
     caches = _PairCaches(job, events)
-    duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
-    with contextlib.closing(PairWriter(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
+    duplicates = Duplicates(are_dropped=job.settings.duplicates == "drop")
+    with contextlib.closing(PairWriter(job.staging, job.settings.validation_fraction, duplicates)) as collector:
         rows = _rows_to_read(job)
         progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
         for source_file in sorted(inputs, key=lambda source_file: not source_file.source.held_out):
@@ -76,30 +81,42 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
     for note in duplicates.notes():
         events.note(note)
-    details = collector.details() | caches.details()
+    caches.commit()
+    details = collector.details().model_copy(
+        update={
+            "pair_rules": tuple(sorted(caches.by_rule)),
+            "cached_rows": sum(cached.known for cached in caches.by_rule.values()),
+            "cache_bytes": sum(cached.cache.bytes() for cached in caches.by_rule.values()),
+        }
+    )
     return JobResult(collector.fingerprint(), details)
 
 
-def _source_settings(number: int, settings: Mapping[str, Any]) -> SourceSettings:
-    fields = {name: value for name, value in settings.items() if name not in ("columns", "roles")}
-    return SourceSettings(
-        **fields, number=number, columns=ColumnMapping(number, settings["columns"], settings["roles"])
+def _source_of(number: int, settings: SourceSettings) -> Source:
+    return Source(
+        number=number,
+        format=settings.format,
+        columns=ColumnMapping(number, settings.columns, settings.roles),
+        held_out=settings.held_out,
+        fraction=settings.fraction,
+        name=settings.name,
     )
 
 
-def _list_files(job: Job, events: EventWriter) -> list[list[DataFile]]:
+def _list_files(job: PreferencesJob, events: EventWriter) -> list[list[DataFile]]:
     """Return the files of each source: the listed and hashed local files, or a data set of the Hub, downloaded here."""
-    sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     return [
-        hub_files(source, events) if source.path is None else [DataFile.model_validate(file) for file in files]
-        for source, files in zip(sources, job.locations["files"], strict=True)
+        hub_files(source, events) if source.path is None else list(files)
+        for source, files in zip(job.locations.sources, job.locations.files, strict=True)
     ]
 
 
-def _rows_to_read(job: Job) -> int | None:
+def _rows_to_read(job: PreferencesJob) -> int | None:
     """Return the number of rows of all files, counted when the sources were recorded; None if one could not be counted."""
-    counts = read_manifest(job.inputs["preference_source"].folder).details["rows"].values()
-    return None if None in counts else sum(counts)
+    folder = job.inputs[AssetName.PREFERENCE_SOURCE].folder
+    counts = PREFERENCE_SOURCE.parse(read_manifest(folder).details, folder).rows.values()
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _name_distinctly(inputs: list[SourceFile]) -> list[SourceFile]:
@@ -114,7 +131,7 @@ def _name_distinctly(inputs: list[SourceFile]) -> list[SourceFile]:
 class _PairCaches:
     """The pair caches of a pass, one for each format and mapping."""
 
-    job: Job
+    job: PreferencesJob
     events: EventWriter
     by_rule: dict[str, CachedPairs] = field(default_factory=dict)
 
@@ -124,16 +141,9 @@ class _PairCaches:
             self.by_rule[rule] = CachedPairs(PairCache(Store(self.job.store), rule, self.events.note))
         return self.by_rule[rule]
 
-    def details(self) -> dict[str, Any]:
-        """Commit all caches, and return their rules, known rows and bytes."""
+    def commit(self) -> None:
         for cached in self.by_rule.values():
             cached.commit()
-        caches = self.by_rule.values()
-        return {
-            "pair_rules": sorted(self.by_rule),
-            "cached_rows": sum(cached.known for cached in caches),
-            "cache_bytes": sum(cached.cache.bytes() for cached in caches),
-        }
 
 
 def _collect(source_file: SourceFile, collector: PairWriter, caches: _PairCaches) -> Iterator[int]:

@@ -11,7 +11,6 @@ Legend: P pairs, S distinct sequences, M missing ones, Q looked-up ones.
 """
 
 import time
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +19,15 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
 from training.contract.identity.fingerprint import fingerprint_of_stream
-from training.contract.identity.software import SOFTWARE
-from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import LogProbsDetails
+from training.contract.protocol.settings import ScoringSettings
 from training.contract.store.logprob_cache import LogprobCache, LookupResult, scoring_rule
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import JobResult, Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
 from training.distributed import Group
+from training.job_context import JobContext
 from training.model.backbone import check_positions, text_config
 from training.model.logprobs.self_check import check_exact
 from training.model.training_setup import check_trainable
@@ -37,20 +37,21 @@ from training.scoring.cached_sequences import DistinctSequences, score_missing
 from training.scoring.rescore_sample import confirm_others, sample_to_rescore
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
+def run(context: JobContext[ScoringSettings]) -> JobResult[LogProbsDetails]:
+    job, group, events = context.job, context.group, context.events
     started = time.monotonic()
-    reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    reference, dtype = job.inputs[AssetName.REFERENCE_MODEL], job.settings.dtype
+    pairs = Pairs.open(job.inputs[AssetName.TOKENIZED_PAIRS].folder)
     sequences = DistinctSequences.of(pairs)
-    software = job.settings.get(SOFTWARE, {})
-    cache = LogprobCache(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note, software)
+    rule = scoring_rule(reference.fingerprint, dtype)
+    cache = LogprobCache(Store(job.store), rule, events.note, job.settings.software)
     events.phase("look up reference log-probs")
     missing_M = _find_missing(cache, sequences, group)
     sample_M = sample_to_rescore(cache, sequences, group)
     known = len(sequences) - len(missing_M)
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M) or len(sample_M):
-        model = _load(job, pairs, group, events)
+        model = _load(context, pairs)
         if len(sample_M):
             events.phase("score a sample of other software or another device again")
             if not confirm_others(model, sequences, sample_M, cache, dtype, group, events):
@@ -58,21 +59,22 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         events.phase("score sequences with the reference model")
         score_missing(model, sequences, missing_M, cache, group, events)
     if not group.is_main:
-        return JobResult("")
+        return JobResult()
     table = build_table(sequences, cache, dtype)
     table.write(job.staging)
-    details = _details(sequences, len(missing_M), table) | {"seconds": round(time.monotonic() - started, 3)}
+    details = _details(sequences, len(missing_M), table, round(time.monotonic() - started, 3))
     return JobResult(_identity(table, reference.fingerprint), details)
 
 
-def _load(job: Job, pairs: Pairs, group: Group, events: EventWriter) -> PreTrainedModel:
+def _load(context: JobContext[ScoringSettings], pairs: Pairs) -> PreTrainedModel:
     """Load the reference model and check that it is exact.
 
     Raises ModelError or TemplateError if it does not suit the pairs or the recipe.
     """
+    job, events = context.job, context.events
     events.phase("loading the reference model")
-    reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    model = load_frozen(InferenceModelSpec(reference, dtype), job.compute.parallel, group, events)
+    frozen = InferenceModelSpec(job.inputs[AssetName.REFERENCE_MODEL], job.settings.dtype)
+    model = load_frozen(frozen, job.compute.parallel, context.group, events)
     pairs.check_known_tokens(text_config(model).vocab_size)
     check_positions(model, pairs.longest, events)
     check_trainable(model, job.recipe)
@@ -80,16 +82,17 @@ def _load(job: Job, pairs: Pairs, group: Group, events: EventWriter) -> PreTrain
     return model
 
 
-def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> dict[str, Any]:
-    return {
-        "sequences": len(sequences),
-        "hits": len(sequences) - scored,
-        "scored": scored,
-        "pairs": len(table),
-        "finite": int(np.isfinite(table.logprobs_P2).all(axis=1).sum()),
-        "tokens": int(table.tokens_P2.sum()),
-        "rule": table.rule,
-    }
+def _details(sequences: DistinctSequences, scored: int, table: LogProbTable, seconds: float) -> LogProbsDetails:
+    return LogProbsDetails(
+        sequences=len(sequences),
+        hits=len(sequences) - scored,
+        scored=scored,
+        pairs=len(table),
+        finite=int(np.isfinite(table.logprobs_P2).all(axis=1).sum()),
+        tokens=int(table.tokens_P2.sum()),
+        rule=table.rule,
+        seconds=seconds,
+    )
 
 
 def _find_missing(cache: LogprobCache, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:

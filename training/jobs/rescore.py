@@ -7,20 +7,19 @@ the batches are others.
 `rescored.json` has one row per pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from training.contract.config.loss import Loss
 from training.contract.errors import UsageError
 from training.contract.identity.fingerprint import fingerprint
-from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import RescoredDetails
+from training.contract.protocol.settings import RescoreSettings
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import JobResult, write_json
 from training.data.tokenization.pair_dataset import SIDES, Pairs
-from training.distributed import Group
+from training.job_context import JobContext
 from training.model.logprobs.self_check import check_exact
 from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
@@ -30,38 +29,42 @@ from training.scoring.reference_check import ROUNDING_NATS, deviations, evenly_s
 RESULT_FILE = "rescored.json"
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Score `settings["rows"]`: a list of rows, or a number of rows to take evenly from the table.
-
-    Raises UsageError, TrainingError.
-    """
-    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
-    positions = _find_positions(pairs, job.settings["rows"])
-    scorer = job.inputs.get("policy") or job.inputs["reference_model"]
-    frozen = InferenceModelSpec(scorer, table.dtype, job.inputs.get("reference_model"))
+def run(context: JobContext[RescoreSettings]) -> JobResult[RescoredDetails]:
+    """Score the rows of the settings. Raises UsageError, TrainingError."""
+    job, group, events = context.job, context.group, context.events
+    pairs = Pairs.open(job.inputs[AssetName.TOKENIZED_PAIRS].folder)
+    table = LogProbTable.read(job.inputs[AssetName.REFERENCE_LOGPROBS].folder, len(pairs))
+    positions = _find_positions(pairs, job.settings.rows)
+    scorer = job.inputs.get(AssetName.POLICY) or job.inputs[AssetName.REFERENCE_MODEL]
+    frozen = InferenceModelSpec(scorer, table.dtype, job.inputs.get(AssetName.REFERENCE_MODEL))
     model = load_frozen(frozen, job.compute.parallel, group, events)
     check_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
     difference = deviations(scored, table)
     values = {"stored": difference.stored_I2, "live": difference.live_I2, "allowed": difference.allowed_I2}
-    rows: list[dict[str, Any]] = [{"row": int(row)} for row in pairs.rows[positions]]
-    for pair, row in enumerate(rows):
-        for column, side in enumerate(SIDES):
-            row[side] = {name: float(values_I2[pair, column]) for name, values_I2 in values.items()}
+    rows = [
+        {"row": int(row)}
+        | {
+            side: {name: float(of_I2[pair, column]) for name, of_I2 in values.items()}
+            for column, side in enumerate(SIDES)
+        }
+        for pair, row in enumerate(pairs.rows[positions])
+    ]
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
-    return JobResult(fingerprint("proof", rows), {"tolerance": ROUNDING_NATS[table.dtype], "dtype": table.dtype})
+    details = RescoredDetails(tolerance=ROUNDING_NATS[table.dtype], dtype=table.dtype)
+    return JobResult(fingerprint(job.artifact, rows), details)
 
 
-def _find_positions(pairs: Pairs, rows: Any) -> npt.NDArray[np.int64]:
+def _find_positions(pairs: Pairs, rows: int | tuple[int, ...]) -> npt.NDArray[np.int64]:
     if isinstance(rows, int):
         return evenly_spaced(np.arange(len(pairs)), rows)
-    positions = np.flatnonzero(np.isin(pairs.rows, rows))
+    positions = np.flatnonzero(np.isin(pairs.rows, list(rows)))
     if len(positions) != len(rows):
         raise UsageError(
-            f"only the rows {pairs.rows[positions].tolist()} of {rows} are tokenized pairs; name rows that are not dropped",
+            f"only the rows {pairs.rows[positions].tolist()} of {list(rows)} are tokenized pairs; name rows that are not "
+            "dropped",
             "row-not-tokenized",
         )
     return positions

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from training.contract.config.training import SupervisedTuning
-from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import ReferenceModelDetails
+from training.contract.protocol.settings import SupervisedTuningSettings
 from training.contract.store.store import JobResult
 from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, TokenCounts, train_items
 from training.data.tokenization.pair_dataset import Pairs
-from training.distributed import Group
+from training.job_context import JobContext
 from training.loop.callbacks import CheckInputs
 from training.loop.model_io import load_for_training, write_trained
 from training.loop.objective import Objective
@@ -56,12 +56,12 @@ class ResponseObjective(Objective[CollatedRows]):
         return -found.sums_S[:, None]
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Tune the base model and write it into `job.staging`. Raise TrainingError if the run must not go on."""
-    settings = SupervisedTuning.model_validate(job.settings)
-    base = job.inputs["base_model"]
-    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    state = RunState(job, group, events, ("loss",))
+def run(context: JobContext[SupervisedTuningSettings]) -> JobResult[ReferenceModelDetails]:
+    """Tune the base model and write it into the staging folder. Raise TrainingError if the run must not go on."""
+    job, group, events, settings = context.job, context.group, context.events, context.settings
+    base = job.inputs[AssetName.BASE_MODEL]
+    pairs = Pairs.open(job.inputs[AssetName.TOKENIZED_PAIRS].folder)
+    state = RunState(context, ("loss",))
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with state.timed("loading"):
@@ -77,8 +77,9 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     )
     steps = settings.epochs * batches.steps_per_epoch
     train_step = TrainStep(params, ResponseObjective(pairs, balance), batches, settings, steps)
-    Trainer(job, events, train_step, state, [CheckInputs()]).run()
+    Trainer(context, train_step, state, [CheckInputs()]).run()
     events.phase("saving the reference model")
     with state.timed("saving"):
         fingerprint = write_trained(job, params, base)
-    return JobResult(fingerprint, state.facts | {"pairs": len(batches.items), "world": group.world})
+    figures = state.figures.to_json() | {"pairs": len(batches.items), "world": group.world}
+    return JobResult(fingerprint, ReferenceModelDetails.model_validate(figures))

@@ -29,14 +29,16 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.identity.fingerprint import canonical_json, fingerprint_of_stream, short
-from training.contract.identity.software import SOFTWARE
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.details import DroppedRow, LengthHistogram, PairCounts, PairsDetails, PairText
 from training.contract.protocol.events import EventWriter, Progress
-from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PairsLocations
+from training.contract.protocol.settings import PairsSettings
+from training.contract.protocol.spec_files import TOKENIZER_FOLDER, TokenizationSpec
 from training.contract.store.row_cache import TokenCache
 from training.contract.store.store import JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.templates.chat_template import ChatTemplate
-from training.data.templates.tokenization_spec import TOKENIZER_FOLDER, read_spec
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.data.tokenization.cached_tokens import CachedTokens
 from training.data.tokenization.encoded_pair import DropReason, OverLength
@@ -44,7 +46,7 @@ from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SI
 from training.data.tokenization.retokenize import made_before
 from training.data.tokenization.token_rows import pair_lines, token_rule
 from training.data.tokenization.tokenize_pair import PairEncoder
-from training.distributed import Group
+from training.job_context import JobContext
 
 _BINS = 24
 _PERCENTILES = (50, 90, 95, 99, 100)
@@ -55,30 +57,30 @@ _EXAMPLES, _DROPPED_EXAMPLES, _EXAMPLE_CHARACTERS = 3, 20, 2000
 SourceRow = Mapping[str, Any]
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
+def run(context: JobContext[PairsSettings, PairsLocations]) -> JobResult[PairsDetails]:
     """Tokenize `raw_preferences` by `tokenization_spec`.
 
     Raises TemplateError if the spec holds another tokenizer than it was made with, DataError if no pair is left or one is
     too long.
     """
-    assert group.world == 1, "the pairs job runs in one process"
-    specification = job.inputs["tokenization_spec"].folder
-    spec = read_spec(specification)
+    job, events = context.job, context.events
+    assert context.group.world == 1, "the pairs job runs in one process"
+    specification = job.inputs[AssetName.TOKENIZATION_SPEC].folder
+    spec = TokenizationSpec.read(specification)
     tokenizer = load_tokenizer(specification / TOKENIZER_FOLDER)
-    if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
-        expected = spec["tokenizer_fingerprint"]
+    if (found := tokenizer_fingerprint(tokenizer)) != (expected := spec.tokenizer_fingerprint):
         raise TemplateError(
             f"the tokenizer in {specification} has the fingerprint {short(found)}, expected {short(expected)}: another version "
             "of transformers or tokenizers saved it; move that folder away and run again to recompute it",
             "tokenizer-changed",
         )
-    encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"], spec.get("date")), spec)
-    tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
+    encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec.template_kwargs, spec.date), spec)
+    tally = _Tally(OverLength(spec.over_length), job.locations.named.chat_template)
     if (known := made_before(job, encoder, events)) is not None:
         return known
-    rule = token_rule(spec, job.code_version, job.settings.get(SOFTWARE, {}))
+    rule = token_rule(spec, job.code_version, job.settings.software)
     cache = TokenCache(Store(job.store), rule, events.note)
-    tokens = CachedTokens(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, encoder, cache, events)
+    tokens = CachedTokens(job.inputs[AssetName.RAW_PREFERENCES].folder / PREFERENCES_FILE, encoder, cache, events)
     events.phase("tokenizing")
     tokens.fill(tally.check_length)
     events.phase("writing the pairs")
@@ -86,18 +88,13 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.check_not_empty()
     pairs = Pairs.open(job.staging)
-    details = {**tally.details(), **tally.length_statistics(), "largest_token": tally.largest_token}
-    details |= {
-        "tokenized": tokens.tokenized,
-        "cached_rows": tokens.cached,
-        "cache_bytes": cache.bytes(),
-        "token_rules": [rule],
-    }
+    examples = tuple(_example(tokenizer, pairs, position) for position in range(min(_EXAMPLES, len(pairs))))
+    of_cache = {"tokenized": tokens.tokenized, "cached_rows": tokens.cached, "cache_bytes": cache.bytes()}
+    details = tally.details().model_copy(update={**of_cache, "token_rules": (rule,), "examples": examples})
     for reason, count in tally.reasons.most_common():
         events.note(f"{count} pairs dropped: {reason}, the first: {tally.first(reason)}")
-    details["examples"] = [_example(tokenizer, pairs, position) for position in range(min(_EXAMPLES, len(pairs)))]
     end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
-    return JobResult(fingerprint_of_stream("tokenized_pairs", chain([end], _digests(pairs))), details)
+    return JobResult(fingerprint_of_stream(AssetName.TOKENIZED_PAIRS.value, chain([end], _digests(pairs))), details)
 
 
 @dataclass
@@ -141,7 +138,7 @@ class _Tally:
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     first_drops: dict[str, str] = field(default_factory=dict)  # by reason: row and detail
-    dropped: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[DroppedRow] = field(default_factory=list)
     prompts: _PromptSplits = field(default_factory=_PromptSplits)
     lengths: dict[str, list[NDArray[np.int32]]] = field(default_factory=lambda: defaultdict(list))  # of each sequence
     largest_token: int = 0
@@ -174,44 +171,47 @@ class _Tally:
         self.reasons[reason] += 1
         self.first_drops.setdefault(reason, f"row {number}, {detail}")
         if len(self.dropped) < _DROPPED_EXAMPLES:
-            self.dropped.append({"row": number, "reason": reason, "detail": detail})
+            self.dropped.append(DroppedRow(row=number, reason=reason, detail=detail))
 
     def check_not_empty(self) -> None:
         """Raise DataError if no pair was kept."""
         if self.splits:
             return
-        first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
-        by_template = first["reason"] in _BY_TEMPLATE
+        first = self.dropped[0] if self.dropped else DroppedRow(row=0, reason="no row at all", detail="")
+        by_template = first.reason in _BY_TEMPLATE
         advice = f"repair the chat template ({self.template})" if by_template else "check `tokenization` in the recipe"
         raise DataError(
-            f"0 of {self.reasons.total()} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}",
+            f"0 of {self.reasons.total()} pairs can be used; the first: {first.reason}, {first.detail}; {advice}",
             "all-pairs-dropped",
         )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> PairsDetails:
         shared = self.prompts.shared()
-        counts = {"pairs": self.splits.total(), "train": self.splits["train"], "validation": self.splits["validation"]}
-        tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
-        return {
-            "counts": {**counts, "dropped": self.reasons.total(), **tokens},
-            "reasons": dict(self.reasons.most_common()),
-            "dropped_examples": self.dropped,
-            "empty_masks": self.reasons[DropReason.EMPTY_MASK],
-            "prefix_violations": self.reasons[DropReason.PREFIX],
-            "first_prefix_violation": self.first(DropReason.PREFIX),
-            "left_out": sum(self.reasons[reason] for reason in _LEFT_OUT),
-            "first_left_out": self.first(*_LEFT_OUT),
-            "shared_prompts": len(shared),
-            "first_shared_prompt": "row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
-        }
-
-    def length_statistics(self) -> dict[str, Any]:
-        """Return percentiles and histograms of the lengths, in tokens."""
         lengths = {name: np.concatenate(parts) for name, parts in self.lengths.items()}
-        edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
-        histograms = {side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES}
-        percentiles = {name: _percentiles(values) for name, values in lengths.items()}
-        return {"percentiles": percentiles, "histogram": {"edges": edges.tolist(), **histograms}}
+        return PairsDetails(
+            counts=self.counts(),
+            reasons=dict(self.reasons.most_common()),
+            dropped_examples=tuple(self.dropped),
+            empty_masks=self.reasons[DropReason.EMPTY_MASK],
+            prefix_violations=self.reasons[DropReason.PREFIX],
+            first_prefix_violation=self.first(DropReason.PREFIX),
+            left_out=sum(self.reasons[reason] for reason in _LEFT_OUT),
+            first_left_out=self.first(*_LEFT_OUT),
+            shared_prompts=len(shared),
+            first_shared_prompt="row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
+            percentiles={name: _percentiles(values) for name, values in lengths.items()},
+            histogram=_length_histogram(lengths),
+            largest_token=self.largest_token,
+        )
+
+    def counts(self) -> PairCounts:
+        return PairCounts(
+            pairs=self.splits.total(),
+            train=self.splits["train"],
+            validation=self.splits["validation"],
+            dropped=self.reasons.total(),
+            **{f"{part}_tokens": count for part, count in self.tokens.items()},
+        )
 
     def first(self, *reasons: str) -> str:
         """Return row and detail of the first pair that was dropped for one of these reasons, or ""."""
@@ -250,14 +250,20 @@ def _digests(pairs: Pairs) -> Iterator[bytes]:
             yield hashlib.sha256(b'[%d,"%s",%d]' % (row, split.encode(), length) + b"".join(keys)).digest()
 
 
+def _length_histogram(lengths: Mapping[str, NDArray[np.int32]]) -> LengthHistogram:
+    edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
+    chosen, rejected = (np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES)
+    return LengthHistogram(edges=edges.tolist(), chosen=chosen, rejected=rejected)
+
+
 def _percentiles(lengths: NDArray[np.integer[Any]]) -> dict[str, float]:
     values = np.percentile(lengths, _PERCENTILES)
     return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, values, strict=True)}
 
 
-def _example(tokenizer: PreTrainedTokenizerFast, pairs: Pairs, position: int) -> dict[str, Any]:
+def _example(tokenizer: PreTrainedTokenizerFast, pairs: Pairs, position: int) -> PairText:
     """Return the tokens of a pair as text, control tokens included."""
     parts = {"prompt": pairs.prompt_ids(position)}
     parts |= {side: pairs.response_ids(position, side) for side in SIDES}
     texts = {name: tokenizer.decode(ids)[:_EXAMPLE_CHARACTERS] for name, ids in parts.items()}
-    return {"row": int(pairs.rows[position]), **texts}
+    return PairText(row=int(pairs.rows[position]), **texts)

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from training.contract.config.recipe import Compute
 from training.contract.config.training import Adapter
-from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import adapter_fingerprint, weights_identity
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job
-from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
+from training.contract.protocol.spec_files import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
 from training.model.backbone import architecture, takes_only_text
@@ -62,10 +63,10 @@ def write_trained(job: Job, params: TrainableParams, start: Input, adapter: Adap
     weights = params.full_weights()
     if not params.group.is_main:
         return ""
-    shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
+    shutil.copytree(job.inputs[AssetName.TOKENIZED_PAIRS].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
     if adapter is None:
         save_model(params.model, job.staging, weights, params.dtype)
-        return weights_fingerprint(weights_identity(job.staging))
+        return weights_identity(job.staging).fingerprint
     if not adapter.is_merged:
         return _write_adapter(params.model, weights, start, job.staging).fingerprint
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
@@ -74,4 +75,4 @@ def write_trained(job: Job, params: TrainableParams, start: Input, adapter: Adap
 
 def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:
     save_adapter(model, weights, folder)
-    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)
+    return Input(kind=AssetName.POLICY, fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)

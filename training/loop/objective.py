@@ -11,9 +11,9 @@ evenly a mixture of experts spreads the batch's tokens (training/model/expert_ro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -81,11 +81,11 @@ class Objective(ABC, Generic[Collated]):
             if part.counts:
                 yield collated, logprobs
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """Return the state besides the weights that the next loss depends on, as plain JSON for a checkpoint."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Continue from a saved `state`."""
 
 
@@ -141,12 +141,12 @@ class PreferenceObjective(Objective[CollatedPairs]):
         losses = preference_loss(self._loss, pairs, self._context.take(collated.places_I))
         return torch.stack(list(losses.metrics(pairs.policy_B2.detach()).values()), dim=1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         mean = self._mean_reward
         return {"mean_reward": float(mean.mean), "rewards": int(mean.count)} if self._loss.keeps_state else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._mean_reward = RunningMean(state.get("mean_reward", 0.0), state.get("rewards", 0))
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._mean_reward = RunningMean(state.get("mean_reward", 0.0), int(state.get("rewards", 0)))
 
     def _score_batch(
         self, model: PreTrainedModel, parts: Sequence[MicroBatch]

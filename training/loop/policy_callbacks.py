@@ -1,6 +1,6 @@
 """The callbacks of a `policy` job: the reference check before the first step, and held-out metrics."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -44,7 +44,12 @@ class ReferenceChecker:
         held_out = evenly_spaced(data.held_out, _CHECKED_PAIRS)
         with self.state.timed("proof"):
             found = self._check(model, first, "the first batch")
-            self.state.facts |= {f"step0_{name}": value for name, value in asdict(found).items()}
+            figures = self.state.figures
+            figures.step0_loss, figures.step0_expected, figures.step0_allowed = (
+                found.loss,
+                found.expected,
+                found.allowed,
+            )
             if len(others):
                 self._check(model, others, f"{len(others)} pairs spread over those after the first batch")
             if len(held_out) and not data.starts_as_reference:  # otherwise the first evaluation checks all of them
@@ -58,7 +63,7 @@ class ReferenceChecker:
         positions = evenly_spaced(self.data.batches.batch(1), _CHECKED_PAIRS)
         with self.state.timed("proof"):
             difference = logprob_difference(self.score(model, positions))
-        self.state.facts["step0_apart"] = difference
+        self.state.figures.step0_apart = difference
         dtype = self.data.settings.precision
         self.events.note(
             f"the policy runs in {dtype}, and the reference log-probs were computed in {self.data.table.dtype}: before "
@@ -102,5 +107,5 @@ class EvaluateHeldOut(Callback):
             scored = self.checker.score(self.params.model, data.held_out)
             if step == 0 and data.starts_as_reference:
                 check_zero_margin(scored, data.table, data.settings.loss, "the held-out pairs")
-        state.facts["eval"] = metrics = scored.metrics()
+        state.figures.eval = metrics = scored.metrics()
         self.checker.events.emit("eval", step=step, **metrics)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from training.contract.config.training import TrainingSpec
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PolicyLocations
+from training.contract.protocol.settings import TrainingSpec
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import BatchSampler, Positions, train_items
 from training.data.tokenization.pair_dataset import Pairs
-from training.distributed import Group
+from training.job_context import JobContext
 from training.loop.objective import pair_tokens
 from training.scoring.logprob_tails import read_table
 
@@ -40,15 +41,15 @@ class PolicyData:
         return self.settings.champion is None and self.settings.precision == self.table.dtype
 
 
-def read_data(job: Job, group: Group, events: EventWriter) -> PolicyData:
-    settings = TrainingSpec.model_validate(job.settings)
-    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+def read_data(context: JobContext[TrainingSpec, PolicyLocations]) -> PolicyData:
+    settings, events = context.settings, context.events
+    pairs = Pairs.open(context.inputs[AssetName.TOKENIZED_PAIRS].folder)
     held_out = pairs.indices("validation")
     items, tokens = train_items(pairs), pair_tokens(pairs)
     batches = BatchSampler(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
     steps = settings.max_steps or settings.epochs * batches.steps_per_epoch
-    evaluate_every = job.compute.evaluate_every or _affordable_interval(batches, held_out, steps, events)
-    table = read_table(job, pairs, np.arange(len(pairs)), settings.loss, group, events)
+    evaluate_every = context.job.compute.evaluate_every or _affordable_interval(batches, held_out, steps, events)
+    table = read_table(context, pairs, np.arange(len(pairs)), settings.loss)
     return PolicyData(settings, pairs, held_out, batches, steps, evaluate_every, table)
 
 

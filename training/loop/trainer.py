@@ -18,9 +18,9 @@ import torch
 from training.checkpoint.async_saver import AsyncSaver
 from training.checkpoint.checkpoint import TrainingState
 from training.contract.errors import StoreError, TrainingError
-from training.contract.protocol.events import EventWriter, Progress
+from training.contract.protocol.events import Progress
 from training.contract.protocol.input_files import check_inputs_unchanged
-from training.contract.protocol.job import Job
+from training.job_context import JobContext
 from training.loop.callbacks import Callback
 from training.loop.rank_sync import Flags
 from training.loop.run_state import RunState
@@ -28,19 +28,18 @@ from training.loop.train_step import TrainStep
 
 
 class Trainer:
-    """Takes the steps of `job`, and keeps their record in `state`."""
+    """Takes the steps of a job, and keeps their record in `state`."""
 
     def __init__(
         self,
-        job: Job,
-        events: EventWriter,
+        context: JobContext,
         train_step: TrainStep,
         state: RunState,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.train_step, self._callbacks = train_step, callbacks
-        self._events, self._group, self._run_state = events, train_step.group, state
-        self._every = job.compute.checkpoint_every
+        self._events, self._group, self._run_state = context.events, context.group, state
+        self._every = context.job.compute.checkpoint_every
         self._saver = AsyncSaver(state.checkpoints, train_step.group)
         self._checkpoint_is_due = False
         self._saved_step: int | None = None
@@ -75,7 +74,7 @@ class Trainer:
             self._stop_if_asked_since()
 
     def _step(self, step: int) -> Flags:
-        """Take a step, emit its event and update the facts. Return the flags of all ranks. Raise TrainingError."""
+        """Take a step, emit its event and update the figures. Return the flags of all ranks. Raise TrainingError."""
         flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
             with self._run_state.timed("training"):
@@ -99,7 +98,7 @@ class Trainer:
             self._training_state.restore(found.tensors)
             self.train_step.params.update_model()
             self._run_state.restore(found.facts)
-            self.train_step.objective.restore(self._run_state.facts.get("objective", {}))
+            self.train_step.objective.restore(self._run_state.figures.objective or {})
         self._saved_step = step
         self._events.note(f"resumed from the checkpoint of step {step}")
         return step
@@ -138,13 +137,13 @@ class Trainer:
         check_inputs_unchanged()
         self._record_objective()
         with self._run_state.timed("checkpoints"):
-            self._saver.start(step, self._training_state, self._run_state.facts)
+            self._saver.start(step, self._training_state, self._run_state.figures.to_json())
         self._saved_step = step
 
     def _record_objective(self) -> None:
-        """Add the objective's state to the facts. This happens only before a save: on a GPU, reading it waits for the step."""
+        """Add the objective's state to the figures, only before a save: on a GPU, reading it waits for the step."""
         if state := self.train_step.objective.state():
-            self._run_state.facts["objective"] = state
+            self._run_state.figures.objective = state
 
 
 @contextlib.contextmanager

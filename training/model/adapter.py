@@ -33,7 +33,6 @@ from training.contract.identity.model_identity import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_fingerprint,
-    weights_fingerprint,
     weights_identity,
 )
 from training.contract.protocol.input_files import reading
@@ -135,7 +134,7 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
     model = load_policy(policy, base, dtype, torch.device("cpu"))
     merge_adapter(model)
     save_model(model, folder)
-    return weights_fingerprint(weights_identity(folder))
+    return weights_identity(folder).fingerprint
 
 
 @contextlib.contextmanager

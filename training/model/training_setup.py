@@ -16,9 +16,8 @@ and thus saved models, stay the same.
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -26,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from training.contract.config.recipe import Compute
-from training.contract.config.training import Adapter
+from training.contract.config.recipe import Compute, Recipe
 from training.contract.errors import ModelError, TrainingError, without_code
 from training.contract.protocol.events import EventWriter
 from training.model.adapter import add_adapter, train_mode
@@ -50,22 +48,22 @@ _LAYER_OPTIONS = {**COMPILE_OPTIONS, "fallback_random": True, "triton.mix_order_
 _TIMES = 31
 
 
-def check_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
+def check_trainable(model: PreTrainedModel, recipe: Recipe) -> None:
     """Raise ModelError or TrainingError if training by `recipe` would. Long jobs before the training call this.
 
     It adds the adapter to a copy without values, and checks layers, experts, float8 and the compiler. The checks run a few
     tokens and compile the tiles of the head.
     """
-    training, compute = recipe.get("training", {}), recipe.get("compute", {})
-    if compute.get("activation_checkpointing") or compute.get("compile"):
+    training, compute = recipe.training, recipe.compute
+    if compute.activation_checkpointing or compute.compile:
         _layers(model)
-    if adapter := training.get("adapter"):
-        add_adapter(without_values(model.config, model.dtype), Adapter.model_validate(adapter), seed=0)
-    if training.get("head_precision") == "float8":
+    if training.adapter is not None:
+        add_adapter(without_values(model.config, model.dtype), training.adapter, seed=0)
+    if training.head_precision == "float8":
         check_float8(model.device)
-    if training.get("router_aux_loss_coef"):
+    if training.router_aux_loss_coef:
         _check_routing(model, "training")
-    if compute.get("compile"):
+    if compute.compile:
         with _explain_compiler_errors():
             compile_tiles(model.device, model.dtype)
 

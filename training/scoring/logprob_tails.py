@@ -17,13 +17,14 @@ import torch
 from training.contract.config.loss import Loss
 from training.contract.config.recipe import Parallel
 from training.contract.errors import TrainingError
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Job
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
 from training.distributed import Group
+from training.job_context import JobContext
 from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
 from training.scoring.cached_sequences import DistinctSequences, score_missing
@@ -31,18 +32,17 @@ from training.scoring.cached_sequences import DistinctSequences, score_missing
 Floats = npt.NDArray[np.float64]
 
 
-def read_table(
-    job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
-) -> LogProbTable:
+def read_table(context: JobContext, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss) -> LogProbTable:
     """Return the job's table of reference log-probs.
 
     If `loss` needs tails, the table has `tails_P2` for the pairs at `positions_V`, and NaN for the others. Raises
     TrainingError.
     """
-    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    job, group, events = context.job, context.group, context.events
+    table = LogProbTable.read(job.inputs[AssetName.REFERENCE_LOGPROBS].folder, len(pairs))
     if not loss.needs_token_logprobs:
         return table
-    weights = job.inputs["reference_model"]
+    weights = job.inputs[AssetName.REFERENCE_MODEL]
     cache = LogprobCache(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
     tails = _Tails(cache, table, pairs, positions_V, group)
     tails_2V = tails.read()

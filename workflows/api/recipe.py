@@ -13,6 +13,7 @@ import pyarrow as pa
 from assets.inputs.name_claims import check_name_is_free
 from assets.pipeline.pipeline import Pipeline
 from training.contract.config.recipe import Recipe as RecipeConfig
+from training.contract.protocol.artifacts import EVALUATION, AssetName
 from training.contract.store.store import Artifact
 from workflows.api.home_session import open_home, resolve_home
 from workflows.api.model_version import ModelVersion
@@ -135,8 +136,7 @@ class Recipe:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the latest evaluation on the held-out pairs, such as `eval/loss`. Raises as `artifact` does."""
-        metrics: dict[str, float] = self.artifact("evaluation").details["metrics"]
-        return metrics
+        return self.artifact(AssetName.EVALUATION).of_kind(EVALUATION).details.metrics
 
     def training_history(self) -> pa.Table:
         """Return the steps of the latest policy's training as a `pyarrow.Table`, one row per step.
@@ -144,7 +144,7 @@ class Recipe:
         Its columns are `step` (from 1), `loss`, `time` (seconds since the epoch) and the other metrics of its batch, such
         as `rewards/margins`. Raises as `artifact` does.
         """
-        return read_steps(self.artifact("policy"))
+        return read_steps(self.artifact(AssetName.POLICY))
 
     def champion(self) -> ModelVersion | None:
         """Return the champion among the versions of `config.release.model_name`; None without one.

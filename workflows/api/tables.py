@@ -15,6 +15,7 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_reader import read_pairs
 from training.contract.errors import UsageError
+from training.contract.protocol.artifacts import KINDS, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.events import read_events
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact, Store
@@ -44,7 +45,7 @@ def latest_artifact(pipeline: Pipeline, services: Services, instance: dg.Dagster
     Raises UsageError without a materialization, StoreError if the artifact is missing or corrupt.
     """
     check_asset(asset)
-    if asset == "released_model":
+    if asset == AssetName.RELEASED_MODEL:
         raise UsageError(
             "released_model has no artifact in the store, because its files are in the registry: use `champion()` or "
             "`versions()`",
@@ -52,10 +53,11 @@ def latest_artifact(pipeline: Pipeline, services: Services, instance: dg.Dagster
         )
     history = History(instance, pipeline, services.store, assets=(asset,))
     fingerprint, key = history.fingerprint(asset), history.latest(asset).key
-    found = None if key is None else services.store.find(asset, key, cache=services.hashes)
+    kind = KINDS[asset]
+    found = None if key is None else services.store.find(kind, key, cache=services.hashes)
     if found is not None and found.fingerprint == fingerprint:
         return found
-    return services.store.open(asset, fingerprint, cache=services.hashes)
+    return services.store.open(kind, fingerprint, cache=services.hashes)
 
 
 def read_table(store: Store, asset: str, artifact: Artifact) -> pa.Table:
@@ -73,8 +75,8 @@ def _tokenized_pairs(_: Store, pairs: Artifact) -> pa.Table:
 
 def _reference_logprobs(store: Store, logprobs: Artifact) -> pa.Table:
     """Return the table of log-probs, after the columns `row` and `split` of the pairs they belong to, each [P]."""
-    scored = logprobs.derivation.inputs["tokenized_pairs"].fingerprint
-    pairs = read_pairs(store.open("tokenized_pairs", scored, hashes=False))
+    scored = logprobs.derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint
+    pairs = read_pairs(store.open(TOKENIZED_PAIRS, scored, hashes=False))
     columns = LogProbTable.read(logprobs.folder, len(pairs)).columns()
     return pa.table({"row": pairs["row"], "split": pairs["split"], **columns})
 
@@ -84,10 +86,10 @@ def _evaluation(_: Store, evaluation: Artifact) -> pa.Table:
 
 
 _TABLES: dict[str, Callable[[Store, Artifact], pa.Table]] = {
-    "raw_preferences": _raw_preferences,
-    "tokenized_pairs": _tokenized_pairs,
-    "reference_logprobs": _reference_logprobs,
-    "evaluation": _evaluation,
+    AssetName.RAW_PREFERENCES: _raw_preferences,
+    AssetName.TOKENIZED_PAIRS: _tokenized_pairs,
+    AssetName.REFERENCE_LOGPROBS: _reference_logprobs,
+    AssetName.EVALUATION: _evaluation,
 }
 
 

@@ -50,6 +50,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
     loaded = find_free(recipe)[0]
     with at_work() as (services, instance):
         found = do_verify(loaded.pipeline, services, instance, rows)
-    print_found(as_json, asdict(found), tables.verification, found)
+    rescored = [row.model_dump() for row in found.rescored]
+    print_found(as_json, asdict(found) | {"rescored": rescored}, tables.verification, found)
     if not found.ok:
         sys.exit(1)

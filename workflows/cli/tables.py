@@ -186,8 +186,8 @@ def verification(console: Console, found: Verification) -> None:
         return
     table = Table("row", "chosen stored", "live", "rejected stored", "live", "result", title="Scored again, in nats")
     for row in found.rescored:
-        values = [f"{row[side][name]:.5f}" for side in ("chosen", "rejected") for name in ("stored", "live")]
-        table.add_row(str(row["row"]), *values, _coloured("ok" if agrees(row) else "differs"))
+        values = [f"{value:.5f}" for side in (row.chosen, row.rejected) for value in (side.stored, side.live)]
+        table.add_row(str(row.row), *values, _coloured("ok" if agrees(row) else "differs"))
     console.print(table)
     console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
     if found.advice:

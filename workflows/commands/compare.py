@@ -23,20 +23,21 @@ from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_pr
 from model_registry.mlflow_types import flatten
 from training.contract.errors import PedigreeError, StoreError, UsageError
 from training.contract.identity.fingerprint import short, shortened
+from training.contract.protocol.artifacts import EVALUATION, RAW_PREFERENCES, AssetName
 from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
 SHOWN_VALUES = {"accuracy": accuracy, "margin": margin, "loss": loss}
 # The recipe's section for the settings of an artifact, and the fields of artifacts shown by content instead of path.
 _SECTIONS = {
-    "raw_preferences": "data",
-    "tokenization_spec": "tokenization",
-    "reference_model": "reference.sft",
-    "reference_logprobs": "reference",
+    AssetName.RAW_PREFERENCES: "data",
+    AssetName.TOKENIZATION_SPEC: "tokenization",
+    AssetName.REFERENCE_MODEL: "reference.sft",
+    AssetName.REFERENCE_LOGPROBS: "reference",
     "policy": "training",
     "evaluation": "evaluation",
 }
-_CONTENTS = {"preference_source": "data.sources", "base_model": "reference.model"}
+_CONTENTS = {AssetName.PREFERENCE_SOURCE: "data.sources", AssetName.BASE_MODEL: "reference.model"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def last_evaluated(
     With `source`, use only the pairs of the sources with that name.
     """
     history = History(instance, pipeline, services.store)
-    fingerprint = history.latest("evaluation").fingerprint
+    fingerprint = history.latest(AssetName.EVALUATION).fingerprint
     if fingerprint is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     try:
@@ -117,18 +118,18 @@ def last_evaluated(
 
 
 def _read_evaluation(history: History, services: Services, fingerprint: str, source: str | None) -> Evaluated:
-    artifact = services.store.open("evaluation", fingerprint)
+    artifact = services.store.open(EVALUATION, fingerprint)
     rows = rows_by_pair(artifact, source)
     if not rows:
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
         note = f"none of its evaluated sources is named `{source}` (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(note,), lacks_source=True)
     ancestors, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
-    raw_preferences, notes = ancestors["raw_preferences"].fingerprint, _change_notes(history, services)
-    leakage = find_leakage(services.store, [ancestors["policy"].fingerprint], rows, raw_preferences)
+    raw_preferences, notes = ancestors[AssetName.RAW_PREFERENCES].fingerprint, _change_notes(history, services)
+    leakage = find_leakage(services.store, [ancestors[AssetName.POLICY].fingerprint], rows, raw_preferences)
     if leaked := len(leakage.pairs):
         notes += (f"its starting policies were trained on the prompts of {leaked} of its {len(rows)} pairs",)
-    if "reference_model" not in scale_of_loss:
+    if AssetName.REFERENCE_MODEL not in scale_of_loss:
         notes += ("its loss has no reference: accuracy and margin are measured over the reference in the recipe",)
     return Evaluated(
         recipe=history.pipeline.name,
@@ -136,8 +137,8 @@ def _read_evaluation(history: History, services: Services, fingerprint: str, sou
         scale=scale_of_loss,
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in SHOWN_VALUES.items()},
         notes=notes,
-        prompts=prompts(rows, services.store.open("raw_preferences", raw_preferences)),
-        reference=ancestors["reference_model"].fingerprint,
+        prompts=prompts(rows, services.store.open(RAW_PREFERENCES, raw_preferences)),
+        reference=ancestors[AssetName.REFERENCE_MODEL].fingerprint,
     )
 
 
@@ -186,7 +187,7 @@ def _change_notes(history: History, services: Services) -> tuple[str, ...]:
     """Return a note if a run would now evaluate something else. The released model is not resolved."""
     try:
         statuses = judge(history, services, expect_state(history.pipeline, services))
-        status = next(status for status in statuses if status.asset == "evaluation")
+        status = next(status for status in statuses if status.asset == AssetName.EVALUATION)
     except PedigreeError as error:
         return (f"its current state cannot be resolved: {error}",)
     return (f"evaluated before this changed: {'; '.join(status.causes)}",) if status.causes else ()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from training.contract.config.fields import Dtype
 from training.contract.errors import CorruptArtifact
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import read_manifest
 from training.contract.store.row_cache import KEY_BYTES, PairCache, RowCache, TokenCache, keys_of
@@ -19,8 +20,8 @@ from training.contract.store.store import Store
 
 # The caches of rows: the kind of artifacts made from them, and the detail with their rules.
 _ROW_CACHES: dict[type[RowCache], tuple[str, str]] = {
-    PairCache: ("raw_preferences", "pair_rules"),
-    TokenCache: ("tokenized_pairs", "token_rules"),
+    PairCache: (AssetName.RAW_PREFERENCES, "pair_rules"),
+    TokenCache: (AssetName.TOKENIZED_PAIRS, "token_rules"),
 }
 CACHES = (LogprobCache.name, *(cache.name for cache in _ROW_CACHES))
 Reference = tuple[str, str]  # kind and fingerprint
@@ -51,9 +52,9 @@ class KeptCaches:
     @cached_property
     def _scoring_rules(self) -> set[str]:
         """The scoring rules of all kept models and of kept tables."""
-        models = self._of_kind("reference_model", "base_model")
+        models = self._of_kind(AssetName.REFERENCE_MODEL, AssetName.BASE_MODEL)
         rules = {scoring_rule(model, dtype) for _, model in models for dtype in get_args(Dtype)}
-        for table in self._of_kind("reference_logprobs"):
+        for table in self._of_kind(AssetName.REFERENCE_LOGPROBS):
             with suppress(CorruptArtifact):
                 rules.add(str(read_manifest(self._store.folder(*table)).details["rule"]))
         return rules
@@ -65,7 +66,7 @@ class KeptCaches:
         return {(cache.kind, shard) for cache in caches for shard in cache.shards_in_use(rows)}
 
     def _kept_rows(self) -> Iterator[Keys]:
-        for preferences in self._of_kind("raw_preferences"):
+        for preferences in self._of_kind(AssetName.RAW_PREFERENCES):
             with suppress(OSError, pa.ArrowException):  # a run makes it again, and its tokens
                 table = pq.read_table(self._store.folder(*preferences) / "preferences.parquet", columns=["identity"])
                 yield keys_of(table["identity"].to_pylist())

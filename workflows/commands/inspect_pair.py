@@ -20,6 +20,14 @@ from assets.views.pair_reader import PairReader, TokenizedRow, find_row
 from training.contract.errors import PedigreeError, UsageError
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import (
+    EVALUATION,
+    POLICY,
+    RAW_PREFERENCES,
+    REFERENCE_LOGPROBS,
+    TOKENIZED_PAIRS,
+    AssetName,
+)
 from training.contract.store.store import Artifact
 from workflows.commands.run import in_gpu_pool
 from workflows.state.expected_state import expect_state
@@ -42,7 +50,7 @@ def inspect_row(
     """
     history = History(instance, pipeline, services.store)
     pairs = _current_tokens(pipeline, services) or _latest_tokens(history)
-    raw = services.store.open("raw_preferences", pairs.derivation.inputs["raw_preferences"].fingerprint)
+    raw = services.store.open(RAW_PREFERENCES, pairs.derivation.inputs[AssetName.RAW_PREFERENCES].fingerprint)
     table = pq.read_table(raw.file("preferences.parquet"))
     messages = without_nulls(_row(table, row))
     if messages is None:
@@ -59,7 +67,7 @@ def inspect_row(
     if policy is None and score:
         to_score = _scoring_inputs(row, pairs, logprobs, history)
         scores = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, to_score, [row]))
-        policy = scores.rows[0]["chosen"]["live"], scores.rows[0]["rejected"]["live"]
+        policy = scores.rows[0].chosen.live, scores.rows[0].rejected.live
     chosen, rejected = policy or (None, None)
     return InspectedRow(
         row,
@@ -73,15 +81,15 @@ def inspect_row(
 def _current_tokens(pipeline: Pipeline, services: Services) -> Artifact | None:
     """Return the pairs of a run now, if they are in the store; None if its inputs cannot be read."""
     try:
-        derivation = expect_state(pipeline, services)["tokenized_pairs"].derivation
-        return None if derivation is None else services.store.find("tokenized_pairs", derivation.key)
+        derivation = expect_state(pipeline, services)[AssetName.TOKENIZED_PAIRS].derivation
+        return None if derivation is None else services.store.find(TOKENIZED_PAIRS, derivation.key)
     except PedigreeError:
         return None
 
 
 def _latest_tokens(history: History) -> Artifact:
-    pairs = history.artifact("tokenized_pairs")
-    return replace(pairs, derivation=history.derivation("tokenized_pairs", pairs.fingerprint))
+    pairs = history.artifact(TOKENIZED_PAIRS)
+    return replace(pairs, derivation=history.derivation(AssetName.TOKENIZED_PAIRS, pairs.fingerprint))
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
@@ -91,17 +99,17 @@ def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
 
 def _table_of(pairs: Artifact, history: History) -> Artifact | None:
     """Return the table of log-probs, or None if it belongs to other pairs, as after an incomplete run."""
-    table = history.find("reference_logprobs")
+    table = history.find(REFERENCE_LOGPROBS)
     if table is None:
         return None
-    derivation = history.derivation("reference_logprobs", table.fingerprint)
-    return table if derivation.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
+    derivation = history.derivation(AssetName.REFERENCE_LOGPROBS, table.fingerprint)
+    return table if derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint == pairs.fingerprint else None
 
 
 def _policy_logprobs(row: int, keys: tuple[str, str] | None, history: History) -> tuple[float, float] | None:
     """Return the policy's log-probs of the pair; None if the evaluation is of another policy or of other tokens."""
-    evaluation = history.find("evaluation")
-    if evaluation is None or _evaluated_policy(evaluation, history) != history.latest("policy").fingerprint:
+    evaluation = history.find(EVALUATION)
+    if evaluation is None or _evaluated_policy(evaluation, history) != history.latest(AssetName.POLICY).fingerprint:
         return None
     found = _row(pq.read_table(evaluation.file("pairs.parquet")), row)
     if found is None or (found["chosen_key"], found["rejected_key"]) != keys:
@@ -110,11 +118,11 @@ def _policy_logprobs(row: int, keys: tuple[str, str] | None, history: History) -
 
 
 def _evaluated_policy(evaluation: Artifact, history: History) -> str:
-    return history.derivation("evaluation", evaluation.fingerprint).inputs["policy"].fingerprint
+    return history.derivation(AssetName.EVALUATION, evaluation.fingerprint).inputs[AssetName.POLICY].fingerprint
 
 
 def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, history: History) -> dict[str, Artifact]:
-    policy = history.artifact("policy")
+    policy = history.artifact(POLICY)
     if logprobs is None:
         name = history.pipeline.name
         raise UsageError(
@@ -122,9 +130,9 @@ def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, histor
             f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first",
             "stale-logprobs",
         )
-    inputs = {"tokenized_pairs": pairs, "reference_logprobs": logprobs, "policy": policy}
+    inputs = {AssetName.TOKENIZED_PAIRS: pairs, AssetName.REFERENCE_LOGPROBS: logprobs, "policy": policy}
     base = base_of(policy, history.store)
-    return inputs if base is None else {**inputs, "reference_model": base}
+    return inputs if base is None else {**inputs, AssetName.REFERENCE_MODEL: base}
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any] | None:

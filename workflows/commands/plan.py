@@ -7,7 +7,7 @@ the pool `gpu`: for artifacts of such jobs, and everything downstream, the plan 
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,15 +26,17 @@ from assets.views.pair_reader import SIDES, read_pairs
 from training.contract.errors import RegistryError
 from training.contract.identity.fingerprint import KEY_BYTES
 from training.contract.identity.software import COMPARED, scoring_software
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
-from training.contract.store.store import Artifact
+from training.contract.store.store import Artifact, as_kind
 from workflows.recipes.suggested_settings import advice
 from workflows.state.data_artifacts import DataArtifacts, make_data
 from workflows.state.expected_state import ExpectedState, expect_state
 from workflows.state.status import AssetStatus, job_state, judge
 
 Action = Literal["compute", "reuse"]
+Work = Mapping[str, int | None]  # counts by names that depend on the asset; None if unknown before a job
 _LOG = logging.getLogger(__name__)
 
 
@@ -48,7 +50,7 @@ class PlannedAsset:
     asset: str
     action: Action
     causes: tuple[str, ...]
-    work: dict[str, Any]
+    work: Work
     notes: tuple[str, ...] = ()
 
 
@@ -68,7 +70,7 @@ def _repaired_state(pipeline: Pipeline, services: Services) -> ExpectedState:
     corrupt = [item.derivation for item in expected.values() if item.derivation and item.fault == CORRUPT_RECORD]
     for derivation in corrupt:
         with services.store.lock(derivation.kind, derivation.key):
-            find_intact(services, derivation, _LOG)
+            find_intact(services, as_kind(derivation.kind), derivation, _LOG)
     return _repaired_state(pipeline, services) if corrupt else expected
 
 
@@ -93,55 +95,60 @@ class _Planner:
         if is_fresh or self._exists(status.asset):
             causes = status.causes if is_fresh else ()
             return PlannedAsset(status.asset, "reuse", causes, work, self._notes(status.asset))
-        note = self._advice() if status.asset == "policy" else None
+        note = self._advice() if status.asset == AssetName.POLICY else None
         job = job_state(self.services, self.expected[status.asset].derivation)
         notes = (note, None if job is None else f"a run follows its job: {job}")
         return PlannedAsset(status.asset, "compute", status.causes, work, tuple(filter(None, notes)))
 
     def _advice(self) -> str | None:
         """Return advice if the training would hardly change the model."""
-        train = self.cheap.pairs.details["counts"]["train"]
+        train = self.cheap.pairs.details.counts.train
         return advice(self.pipeline.recipe.training, train, self.cheap.parameters)
 
     def _notes(self, asset: str) -> tuple[str, ...]:
-        artifact = {"tokenization_spec": self.cheap.spec, "release_spec": self.cheap.release}.get(asset)
-        return () if artifact is None else tuple(artifact.details.get("notes", []))
+        match asset:
+            case AssetName.TOKENIZATION_SPEC:
+                return self.cheap.spec.details.notes
+            case AssetName.RELEASE_SPEC:
+                return self.cheap.release.details.notes
+        return ()
 
     def _exists(self, asset: str) -> bool:
         fingerprint = self.expected[asset].fingerprint
-        if fingerprint is None or asset != "released_model":
+        if fingerprint is None or asset != AssetName.RELEASED_MODEL:
             return fingerprint is not None
         try:
             return release_problem(self.services, self.pipeline, fingerprint) is None
         except RegistryError:  # as in the status, the version counts as present
             return True
 
-    def _work(self, asset: str) -> dict[str, Any]:
-        counts, recipe = self.cheap.pairs.details["counts"], self.pipeline.recipe
+    def _work(self, asset: str) -> Work:
+        counts, recipe = self.cheap.pairs.details.counts, self.pipeline.recipe
         match asset:
-            case "preference_source":
-                rows = self.cheap.source.details["rows"].values()
-                return {"files": len(rows), "rows": None if None in rows else sum(rows)}
-            case "raw_preferences":
-                row_counts = self.cheap.rows.details["counts"]
-                counted = {name: row_counts[name] for name in ("quarantined", "duplicates", "conflicting")}
-                return {"rows": row_counts["pairs"], **self._changed(), **counted}
-            case "tokenized_pairs":
-                return {"rows": counts["pairs"], "dropped": counts["dropped"]}
-            case "reference_model" if recipe.reference.sft is not None:
+            case AssetName.PREFERENCE_SOURCE:
+                rows = self.cheap.source.details.rows.values()
+                known = [count for count in rows if count is not None]
+                return {"files": len(rows), "rows": sum(known) if len(known) == len(rows) else None}
+            case AssetName.RAW_PREFERENCES:
+                rows_of = self.cheap.rows.details.counts
+                counted = rows_of.model_dump(include={"quarantined", "duplicates", "conflicting"})
+                return {"rows": rows_of.pairs, **self._changed(), **counted}
+            case AssetName.TOKENIZED_PAIRS:
+                return {"rows": counts.pairs, "dropped": counts.dropped}
+            case AssetName.REFERENCE_MODEL if recipe.reference.sft is not None:
                 sft = recipe.reference.sft
-                steps = sft.epochs * math.ceil(counts["train"] / sft.batch_size)
-                return {"steps": steps, **self._done(asset), "pairs": counts["train"]}
-            case "reference_logprobs":
+                steps = sft.epochs * math.ceil(counts.train / sft.batch_size)
+                return {"steps": steps, **self._done(asset), "pairs": counts.train}
+            case AssetName.REFERENCE_LOGPROBS:
                 return self._scoring()
-            case "policy":
+            case AssetName.POLICY:
                 return {
-                    "steps": recipe.training.steps(counts["train"]),
+                    "steps": recipe.training.steps(counts.train),
                     **self._done(asset),
-                    "pairs": counts["train"],
+                    "pairs": counts.train,
                 }
-            case "evaluation":
-                return {"pairs": counts["validation"], "samples": recipe.evaluation.samples}
+            case AssetName.EVALUATION:
+                return {"pairs": counts.validation, "samples": recipe.evaluation.samples}
         return {}
 
     def _done(self, asset: str) -> dict[str, int]:
@@ -154,15 +161,15 @@ class _Planner:
 
     def _changed(self) -> dict[str, int]:
         """Return how many pairs were added and removed since the latest materialization; nothing for equal or first rows."""
-        before = self.history.latest("raw_preferences").fingerprint
+        before = self.history.latest(AssetName.RAW_PREFERENCES).fingerprint
         changed = pair_changes(self.services.store, before, self.cheap.rows, self.services.hashes)
         return {} if changed is None else {"added": changed.added, "removed": changed.removed}
 
     def _scoring(self) -> dict[str, int]:
         keys_SK = distinct_sequences(self.cheap.pairs)
-        if self._exists("reference_logprobs"):
+        if self._exists(AssetName.REFERENCE_LOGPROBS):
             return {"sequences": len(keys_SK), "missing": 0}
-        weights = self.expected["reference_model"].fingerprint
+        weights = self.expected[AssetName.REFERENCE_MODEL].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
         recipe = self.pipeline.recipe
@@ -187,20 +194,20 @@ def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _describe_work(asset: PlannedAsset) -> str | None:
     work = asset.work
     match asset.asset:
-        case "reference_model":
+        case AssetName.REFERENCE_MODEL:
             return f"tune the reference model for {_steps(work)}" if work else None
-        case "reference_logprobs":
+        case AssetName.REFERENCE_LOGPROBS:
             again = f", and {work['compared']} again to compare" if "compared" in work else ""
             return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
-        case "policy":
+        case AssetName.POLICY:
             return f"train {_steps(work)}"
-        case "evaluation":
+        case AssetName.EVALUATION:
             return "evaluate"
-        case "released_model":
+        case AssetName.RELEASED_MODEL:
             return "decide on the release"
     return f"make {asset.asset}"
 
 
-def _steps(work: dict[str, Any]) -> str:
+def _steps(work: Work) -> str:
     done = f" ({work['done']:,} of them are done)" if "done" in work else ""
     return f"{work['steps']:,} steps{done}"

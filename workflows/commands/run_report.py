@@ -14,6 +14,7 @@ from assets.lineage.history import Materialization
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.model_identity import count_parameters
+from training.contract.protocol.artifacts import EVALUATION, TOKENIZED_PAIRS, AssetName
 from training.contract.store.store import Store
 from training.contract.system.atomic_io import is_disk_full, write_error
 from workflows.commands.user_checks import UserChecks
@@ -121,10 +122,10 @@ def report_of(
         errors += [check.failure for check in checks if check.asset == asset and check.stops]
         if errors or asset in done:
             assets.append(_asset_run(asset, done.get(asset), errors))
-    evaluated = done.get("evaluation", Materialization()).fingerprint
-    details = services.store.open("evaluation", evaluated).details if evaluated else {}
+    evaluated = done.get(AssetName.EVALUATION, Materialization()).fingerprint
+    details = services.store.open(EVALUATION, evaluated).details if evaluated else None
     trained, judged, released = (
-        done.get(name, Materialization()).metadata for name in ("policy", "evaluation", "released_model")
+        done.get(name, Materialization()).metadata for name in ("policy", "evaluation", AssetName.RELEASED_MODEL)
     )
     return RunReport(
         recipe=pipeline.name,
@@ -132,7 +133,7 @@ def report_of(
         succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
         assets=assets,
         checks=checks,
-        metrics=details.get("metrics", {}),
+        metrics=details.metrics if details else {},
         mlflow_run_id=trained.get("mlflow_run_id"),
         mlflow_url=trained.get("mlflow"),
         result=judged.get("result"),
@@ -142,7 +143,7 @@ def report_of(
         model_version=released.get("model_version"),
         is_champion=released["champion"] == "yes" if released else None,
         reasons=released.get("reasons"),
-        samples=details.get("samples", []),
+        samples=[sample.model_dump() for sample in details.samples] if details else [],
         is_served=services.tracker.is_served,
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
         notes=_notes(pipeline, checks, done, services.store),
@@ -160,13 +161,13 @@ def _notes(
     pipeline: Pipeline, checks: Collection[CheckRun], done: Mapping[str, Materialization], store: Store
 ) -> list[str]:
     """Return advice if the policy hardly differs from the reference model."""
-    failed = {check.check for check in checks if check.asset == "evaluation" and not check.passed}
+    failed = {check.check for check in checks if check.asset == AssetName.EVALUATION and not check.passed}
     if DIFFERENCE not in failed:
         return []
-    pairs = store.open("tokenized_pairs", done["tokenized_pairs"].fingerprint or "").details["counts"]["train"]
+    pairs = store.open(TOKENIZED_PAIRS, done[AssetName.TOKENIZED_PAIRS].fingerprint or "").details.counts.train
     training = pipeline.recipe.training
     try:
-        parameters = count_parameters(Path(done["base_model"].metadata["model"]))
+        parameters = count_parameters(Path(done[AssetName.BASE_MODEL].metadata["model"]))
     except ModelError:  # the folder was moved or changed since
         parameters = None
     return [advice(training, pairs, parameters) or general_advice(training, pairs)]

@@ -8,7 +8,6 @@ response's number of tokens: the sum of so many rounding errors grows like this.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import dagster as dg
 
@@ -28,13 +27,15 @@ from training.contract.errors import (
     UnreadableArtifact,
     UsageError,
 )
+from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, AssetName
+from training.contract.protocol.details import RescoredPair
 from training.contract.store.store import Artifact
 from workflows.commands.run import in_gpu_pool
 from workflows.state.expected_state import corrupt_file
 from workflows.state.status import LOST
 
-_OUTSIDE = ("preference_source", "base_model")
-_SCORED_WITH = ("tokenized_pairs", "reference_model")
+_OUTSIDE = (AssetName.PREFERENCE_SOURCE, AssetName.BASE_MODEL)
+_SCORED_WITH = (AssetName.TOKENIZED_PAIRS, AssetName.REFERENCE_MODEL)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Verification:
 
     recipe: str
     artifacts: list[VerifiedAsset]
-    rescored: list[dict[str, Any]]
+    rescored: list[RescoredPair]
     tolerance: float | None
     ok: bool
     advice: str | None = None
@@ -89,9 +90,9 @@ def _advice(pipeline: Pipeline) -> str:
     )
 
 
-def agrees(row: dict[str, Any]) -> bool:
+def agrees(row: RescoredPair) -> bool:
     """Return whether both log-probs of a rescored row agree with the table, up to rounding; NaN never does."""
-    return all(abs(s["live"] - s["stored"]) <= s["allowed"] for s in (row["chosen"], row["rejected"]))
+    return all(abs(side.live - side.stored) <= side.allowed for side in (row.chosen, row.rejected))
 
 
 class _Verifier:
@@ -109,24 +110,26 @@ class _Verifier:
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """Return the latest table with its pairs and its model; None without a table."""
-        key = self._history.latest("reference_logprobs").key
-        table = None if key is None else self._services.store.find("reference_logprobs", key)
+        key = self._history.latest(AssetName.REFERENCE_LOGPROBS).key
+        table = None if key is None else self._services.store.find(REFERENCE_LOGPROBS, key)
         if table is None:
             return None
         made_from = table.derivation.inputs
-        inputs = {name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH}
-        return {**inputs, "reference_logprobs": table}
+        inputs: dict[str, Artifact] = {
+            name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH
+        }
+        return {**inputs, AssetName.REFERENCE_LOGPROBS: table}
 
     def _faults(self, asset: str, fingerprint: str, key: str | None) -> Iterator[str | None]:
         """Yield faults one after the other: a later check relies on the earlier ones."""
-        if asset == "released_model":
+        if asset == AssetName.RELEASED_MODEL:
             yield self._version_problem(fingerprint)
             return
         yield self._artifact_problem(asset, fingerprint)
         yield self._record_problem(asset, key)
         if asset in _OUTSIDE:
             yield self._outside_problem(asset, fingerprint, key)
-        if asset == "reference_logprobs":
+        if asset == AssetName.REFERENCE_LOGPROBS:
             yield self._cache_problem(fingerprint)
 
     def _artifact_problem(self, asset: str, fingerprint: str) -> str | None:
@@ -157,7 +160,8 @@ class _Verifier:
         return "; ".join(changes_since(self._services.store, key, found))
 
     def _cache_problem(self, fingerprint: str) -> str | None:
-        kind = f"memo/{self._services.store.open('reference_logprobs', fingerprint, hashes=False).details['rule']}"
+        rule = self._services.store.open(REFERENCE_LOGPROBS, fingerprint, hashes=False).details.rule
+        kind = f"memo/{rule}"
         faults = [
             fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_problem(kind, shard))
         ]
@@ -165,7 +169,7 @@ class _Verifier:
 
     def _version_problem(self, release_key: str) -> str | None:
         """Return the problem if the registered version lacks the weights of its policy, merged if that is an adapter."""
-        registry, made_from = self._services.registry, self._history.made_from("released_model")
+        registry, made_from = self._services.registry, self._history.made_from(AssetName.RELEASED_MODEL)
         release = self._pipeline.recipe.release.model_dump() if made_from is None else made_from.settings
         name = release["model_name"]  # the name at its release, even if the recipe has changed
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})

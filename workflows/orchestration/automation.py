@@ -34,9 +34,11 @@ from assets.lineage.diff import changes_since
 from assets.lineage.history import History
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
+from training.contract.config.key_settings import JsonObject, key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.identity.fingerprint import fingerprint
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.manifest import Derivation
 from workflows.orchestration.detached_jobs import detached_jobs_sensor
 from workflows.orchestration.observations import NOTHING, Cursor, status_sensor
@@ -50,7 +52,13 @@ _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
 # The assets that record external inputs. `training_spec` depends on the recipe alone, so on its code version; with
 # `training.start_from`, it starts from the champion, and a sensor is refused.
-_LOOKED_AT = ("preference_source", "base_model", "tokenization_spec", "evaluation_spec", "release_spec")
+_LOOKED_AT = (
+    AssetName.PREFERENCE_SOURCE,
+    AssetName.BASE_MODEL,
+    AssetName.TOKENIZATION_SPEC,
+    AssetName.EVALUATION_SPEC,
+    AssetName.RELEASE_SPEC,
+)
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
 
@@ -163,7 +171,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         fail_orphaned_runs(context.instance, services.home)
         history = History(context.instance, pipeline, services.store)
         cursor = Cursor.parse(context.cursor)
-        if history.latest("preference_source").fingerprint is None:
+        if history.latest(AssetName.PREFERENCE_SOURCE).fingerprint is None:
             return cursor.skip(f"{pipeline.name} was never materialized; start the first run yourself")
         expected = expect_state(pipeline, services)
         cursor = cursor.observing(context.instance, pipeline, list(judge(history, services, expected)))
@@ -213,7 +221,7 @@ def _differs(history: History, found: ResolvedInput) -> bool:
 
 def _is_recorded(history: History, found: ResolvedInput) -> bool:
     recipe = history.pipeline.recipe
-    if not GRAPH[found.asset].reads(recipe):  # a model without a fingerprint has yet to be downloaded
+    if not key_settings(GRAPH[found.asset].reads(recipe)):  # a model without a fingerprint has yet to be downloaded
         return history.latest(found.asset).fingerprint == found.fingerprint
     try:
         recorded = history.made_from(found.asset)
@@ -226,7 +234,7 @@ def _identity(found: ResolvedInput, recipe: Recipe) -> Any:
     return found.fingerprint or _external_settings(found.derivation, recipe)
 
 
-def _external_settings(derivation: Derivation, recipe: Recipe) -> dict[str, Any]:
+def _external_settings(derivation: Derivation, recipe: Recipe) -> JsonObject:
     """Return the external inputs in a spec. Its other settings are fields of the recipe, covered by the code version."""
-    fields = GRAPH[derivation.kind].reads(recipe)
+    fields = key_settings(GRAPH[derivation.kind].reads(recipe))
     return {name: value for name, value in derivation.settings.items() if name not in fields}

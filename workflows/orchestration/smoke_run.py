@@ -22,13 +22,24 @@ from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_reader import SIDES, read_pairs
 from assets.views.sentences import counted
+from training.contract.config.key_settings import Settings
 from training.contract.identity.fingerprint import fingerprint
+from training.contract.protocol.artifacts import BASE_MODEL, POLICY, REFERENCE_LOGPROBS, TRAINING_SPEC, AssetName
+from training.contract.protocol.details import PairsDetails, PolicyDetails
+from training.contract.protocol.settings import TrainingSpec
+from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.removal import keys_by_fingerprint, remove_artifact
 from training.contract.store.store import Artifact, JobResult, Store
 from workflows.state.data_artifacts import make_data
 
 DEFAULT_STEPS = 5
 _HELD_OUT = 16
+
+
+class LongestPairs(Settings):
+    """Settings of the shortened pairs: the number of training pairs."""
+
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -63,12 +74,12 @@ def smoke_run(pipeline: Pipeline, services: Services, steps: int, log: Logger) -
         details = policy.details
         _remove(services.store, policy)
     return SmokeResult(
-        steps=details["steps"],
-        seconds=details["seconds"]["training"],
-        first_loss=details["series"]["loss"][0],
-        last_loss=details["series"]["loss"][-1],
-        peak_memory_mb=details["peak_memory_mb"],
-        recipe_steps=pipeline.recipe.training.steps(full.pairs.details["counts"]["train"]),
+        steps=details.steps,
+        seconds=details.seconds["training"],
+        first_loss=details.series["loss"][0],
+        last_loss=details.series["loss"][-1],
+        peak_memory_mb=details.peak_memory_mb,
+        recipe_steps=pipeline.recipe.training.steps(full.pairs.details.counts.train),
     )
 
 
@@ -80,31 +91,33 @@ def _shortened(pipeline: Pipeline, steps: int) -> Pipeline:
     return replace(pipeline, recipe=recipe.model_copy(update={"training": training, "reference": reference}))
 
 
-def _train(pipeline: Pipeline, services: Services, pairs: Artifact, log: Logger) -> Artifact:
-    base_model = publish_resolved(services, find_model(pipeline, services), log).artifact
-    spec = publish_resolved(services, resolve_root(pipeline, services, "training_spec"), log).artifact
+def _train(pipeline: Pipeline, services: Services, pairs: Artifact, log: Logger) -> Artifact[PolicyDetails]:
+    base_model = publish_resolved(services, BASE_MODEL, find_model(pipeline, services), log).artifact
+    found = resolve_root(pipeline, services, AssetName.TRAINING_SPEC)
+    spec = publish_resolved(services, TRAINING_SPEC, found, log).artifact
     inputs = {
-        "tokenized_pairs": pairs.fingerprint,
-        "reference_model": reference_pointer(services, base_model.fingerprint, log).artifact.fingerprint,
+        AssetName.TOKENIZED_PAIRS: pairs.fingerprint,
+        AssetName.REFERENCE_MODEL: reference_pointer(services, base_model.fingerprint, log).artifact.fingerprint,
     }
-    scoring = JobSpec("reference", GRAPH["reference_logprobs"].reads(pipeline.recipe))
-    table = make(pipeline, services, "reference_logprobs", scoring, inputs, log).artifact
-    inputs |= {"reference_logprobs": table.fingerprint, "training_spec": spec.fingerprint}
-    work = JobSpec("policy", spec.json("spec.json"))
-    job = describe_job(pipeline, services, "policy", work, inputs)
-    with services.store.lock("policy", job.derivation.key) as lock:  # not looked up: the purpose is to run it
-        policy = run_work(services, job, work, lock, log)
+    scoring = JobSpec("reference", GRAPH[AssetName.REFERENCE_LOGPROBS].reads(pipeline.recipe))
+    table = make(pipeline, services, REFERENCE_LOGPROBS, scoring, inputs, log).artifact
+    inputs |= {AssetName.REFERENCE_LOGPROBS: table.fingerprint, AssetName.TRAINING_SPEC: spec.fingerprint}
+    work = JobSpec("policy", TrainingSpec.model_validate(spec.json(SPEC_FILE)))
+    job = describe_job(pipeline, services, POLICY.name, work, inputs)
+    with services.store.lock(POLICY.name, job.derivation.key) as lock:  # not looked up: the purpose is to run it
+        policy = run_work(services, POLICY, job, work, lock, log)
     _remove(services.store, table)
     return policy
 
 
 @contextlib.contextmanager
-def _longest_pairs(store: Store, pairs: Artifact, train: int) -> Iterator[Artifact]:
+def _longest_pairs(store: Store, pairs: Artifact[PairsDetails], train: int) -> Iterator[Artifact]:
     """Yield an artifact with the `train` longest training pairs and a few held-out ones. Remove it afterwards."""
     table = _select_longest(read_pairs(pairs), train)
-    how = derive("tokenized_pairs", {"tokenized_pairs": pairs.fingerprint}, {"longest": train})
+    how = derive(AssetName.TOKENIZED_PAIRS, {AssetName.TOKENIZED_PAIRS: pairs.fingerprint}, LongestPairs(longest=train))
     splits = {name: pc.sum(pc.equal(table["split"], name)).as_py() or 0 for name in ("train", "validation")}
-    details = {**pairs.details, "counts": {**pairs.details["counts"], **splits, "pairs": len(table)}}
+    counts = pairs.details.counts.model_copy(update={**splits, "pairs": len(table)})
+    details = pairs.details.model_copy(update={"counts": counts})
     with store.lock(how.kind, how.key), store.staging() as staging:
         with pa.OSFile(str(staging / "pairs.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)

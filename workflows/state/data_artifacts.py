@@ -16,6 +16,24 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import DataError
 from training.contract.identity.model_identity import count_parameters
+from training.contract.protocol.artifacts import (
+    BASE_MODEL,
+    EVALUATION_SPEC,
+    PREFERENCE_SOURCE,
+    RAW_PREFERENCES,
+    RELEASE_SPEC,
+    TOKENIZATION_SPEC,
+    TOKENIZED_PAIRS,
+    TRAINING_SPEC,
+)
+from training.contract.protocol.details import (
+    PairsDetails,
+    ReleaseFilesDetails,
+    RowsDetails,
+    SourceDetails,
+    TokenizationDetails,
+)
+from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.store import Artifact
 
 _LOG = logging.getLogger(__name__)
@@ -25,31 +43,32 @@ _LOG = logging.getLogger(__name__)
 class DataArtifacts:
     """The artifacts by their assets, without the prefix, and the number of the base model's `parameters`."""
 
-    source: Artifact
-    spec: Artifact
-    release: Artifact
-    rows: Artifact
-    pairs: Artifact
+    source: Artifact[SourceDetails]
+    spec: Artifact[TokenizationDetails]
+    release: Artifact[ReleaseFilesDetails]
+    rows: Artifact[RowsDetails]
+    pairs: Artifact[PairsDetails]
     parameters: int
 
 
 def make_data(pipeline: Pipeline, services: Services) -> DataArtifacts:
     """Make the artifacts that are missing, by the code of a run. Raises its errors, and DataError for a failed check."""
 
-    def made(asset: str, work: JobSpec, **inputs: Artifact) -> Artifact:
-        fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
-        return make(pipeline, services, asset, work, fingerprints, _LOG).artifact
+    def made(kind: ArtifactKind[DetailsT], work: JobSpec, *inputs: Artifact) -> Artifact[DetailsT]:
+        fingerprints = {artifact.manifest.kind: artifact.fingerprint for artifact in inputs}
+        return make(pipeline, services, kind, work, fingerprints, _LOG).artifact
 
     data, model, tokenizer = find_data(pipeline), find_model(pipeline, services), find_tokenizer(pipeline, services)
-    source, base_model = (publish_resolved(services, found, _LOG).artifact for found in (data, model))
-    for asset in ("training_spec", "evaluation_spec"):
-        publish_resolved(services, resolve_root(pipeline, services, asset), _LOG)
-    spec = made("tokenization_spec", tokenizer_work(pipeline, tokenizer))
-    release = made("release_spec", release_work(pipeline, find_release(pipeline, services)))
+    source = publish_resolved(services, PREFERENCE_SOURCE, data, _LOG).artifact
+    base_model = publish_resolved(services, BASE_MODEL, model, _LOG).artifact
+    for kind in (TRAINING_SPEC, EVALUATION_SPEC):
+        publish_resolved(services, kind, resolve_root(pipeline, services, kind.name), _LOG)
+    spec = made(TOKENIZATION_SPEC, tokenizer_work(pipeline, tokenizer))
+    release = made(RELEASE_SPEC, release_work(pipeline, find_release(pipeline, services)))
     check_embeddings(pipeline, services, spec)
-    rows = made("raw_preferences", preferences_work(pipeline, data), preference_source=source)
+    rows = made(RAW_PREFERENCES, preferences_work(pipeline, data), source)
     _check_passed(rows_checks(pipeline, rows))
-    pairs = made("tokenized_pairs", pairs_work(pipeline), raw_preferences=rows, tokenization_spec=spec)
+    pairs = made(TOKENIZED_PAIRS, pairs_work(pipeline), rows, spec)
     check_splits(pipeline, pairs, GRAPH)
     check_embeddings(pipeline, services, spec, pairs)
     _check_passed(pairs_checks(pipeline, pairs))

@@ -12,6 +12,8 @@ from assets.lineage.diff import CORRUPT_RECORD
 from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import CorruptArtifact, CorruptRecord
+from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.manifest import Derivation, read_manifest
 from training.contract.store.store import Store
 
@@ -67,11 +69,13 @@ def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: b
     if len(known) < len(inputs):
         return None
     spec = None if node.spec is None else above[node.spec].found
-    return derive(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
+    if spec is None:
+        return derive(asset, known, node.reads(pipeline.recipe))
+    return derive(asset, known).model_copy(update={"settings": spec.files[SPEC_FILE]})
 
 
 def _find_in_store(services: Services, derivation: Derivation) -> ExpectedArtifact:
-    if derivation.kind == "released_model":
+    if derivation.kind == AssetName.RELEASED_MODEL:
         return ExpectedArtifact(derivation, derivation.key)
     try:
         artifact = services.store.find(derivation.kind, derivation.key, cache=services.hashes)

@@ -20,8 +20,10 @@ from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_ch
 from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
+from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.job import job_folder
 from training.contract.store.manifest import Derivation
 from training.launch.live_jobs import live_state, submitted_job
@@ -88,7 +90,7 @@ class _StatusResolver:
             return AssetStatus(asset, "missing", (NEVER,), None)
         if self._expected[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
-            if asset == "released_model":
+            if asset == AssetName.RELEASED_MODEL:
                 return self._released_status(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
         self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
@@ -99,10 +101,10 @@ class _StatusResolver:
         try:
             cause = release_problem(self._services, self._pipeline, key)
         except RegistryError as error:
-            return AssetStatus("released_model", "fresh", (f"its version could not be checked: {error}",), key)
+            return AssetStatus(AssetName.RELEASED_MODEL, "fresh", (f"its version could not be checked: {error}",), key)
         if cause is None:
-            return AssetStatus("released_model", "fresh", (), key)
-        return AssetStatus("released_model", "stale", (cause,), key)
+            return AssetStatus(AssetName.RELEASED_MODEL, "fresh", (), key)
+        return AssetStatus(AssetName.RELEASED_MODEL, "stale", (cause,), key)
 
     def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
         if (fault := self._expected[asset].fault) is not None:
@@ -142,8 +144,8 @@ class _StatusResolver:
     def _current(self, asset: str, fingerprint: str | None) -> CurrentDerivation:
         """Return the derivation in a run now."""
         node, recipe = GRAPH[asset], self._pipeline.recipe
-        inputs = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
-        return CurrentDerivation(node.version, node.reads(recipe), inputs, self._expected[asset].found)
+        inputs: dict[str, str | None] = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
+        return CurrentDerivation(node.version, key_settings(node.reads(recipe)), inputs, self._expected[asset].found)
 
 
 def _made_from(name: str, old: str, new: str | None) -> str:

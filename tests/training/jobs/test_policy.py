@@ -26,7 +26,7 @@ from tests.training.runs import (
 )
 from tests.training.worlds import build_world, write_reference
 from training.contract.errors import ModelError, TrainingError
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure
 from training.contract.store.logprob_table import LogProbTable
@@ -70,7 +70,7 @@ def test_policy_events_and_files_have_the_values_of_the_steps(tiny_world):
         assert last[f"rewards/{side}"] == pytest.approx(BETA * (last[f"logps/{side}"] - reference), abs=1e-9)
     assert first["learning_rate"] == RATE and first["grad_norm"] > 0 and first["tokens_per_second"] > 0
     assert told(job, "progress")[-1]["done"] == 12
-    assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
+    assert made.fingerprint == weights_identity(job.staging).fingerprint
     names = {p.name for p in job.staging.iterdir()}
     expected = {"config.json", "model.safetensors", "generation_config.json", "tokenizer_config.json"}
     assert names >= expected | {"training.json", "recipe.json", "metrics.json", "events.jsonl"}

@@ -13,7 +13,7 @@ from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
 from training.contract.config.training import SupervisedTuning
 from training.contract.errors import DataError, ModelError, TemplateError
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import JobResult
@@ -68,7 +68,7 @@ def test_sft_losses_match_a_naive_loop(tiny_world):
     expected = naive_losses(tiny_world)
     assert expected[-1] < expected[0]
     assert losses(job) == pytest.approx(expected, abs=1e-5)
-    assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
+    assert made.fingerprint == weights_identity(job.staging).fingerprint
     assert (job.staging / "tokenizer_config.json").is_file()
     assert made.details["series"]["loss"] == losses(job)
 

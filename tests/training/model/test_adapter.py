@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from tests.training.model.architectures import GPT2, alone, build, gradients, groups
 from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
-from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import adapter_fingerprint, weights_identity
 from training.contract.protocol.job import Input
 from training.model.adapter import (
     adapter_parameters,
@@ -196,7 +196,7 @@ def saved(tmp_path: Path) -> Callable[..., Saved]:
 
 
 def fingerprint_of(folder: Path) -> str:
-    return weights_fingerprint(weights_identity(folder))
+    return weights_identity(folder).fingerprint
 
 
 def inputs(base: Path, adapter: Path) -> tuple[Input, Input]:

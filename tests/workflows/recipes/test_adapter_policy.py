@@ -19,7 +19,7 @@ from model_registry.model_version import ROLLED_BACK_TAG
 from tests.workflows.homes import check_values, write_recipe
 from tests.workflows.in_process import Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.store.store import Artifact
 from training.data.tokenization.pair_dataset import Pairs
 from workflows.commands.gc import collect
@@ -125,10 +125,10 @@ def test_gc_keeps_the_lineage_of_the_version(baseline: Baseline):
 
 def test_missing_files_of_the_champion_are_restored_merged(baseline: Baseline):
     registry = baseline.services.registry
-    merged = weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion")))
+    merged = weights_identity(registry.resolve("models:/adapted@champion")).fingerprint
     shutil.rmtree(baseline.home / "artifacts")
     assert materialize(load_recipe(baseline.folders["adapted"]), baseline.services, baseline.instance).succeeded
-    assert weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion"))) == merged
+    assert weights_identity(registry.resolve("models:/adapted@champion")).fingerprint == merged
 
 
 def spoil(file: Path, content: bytes) -> None:
@@ -145,7 +145,7 @@ def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo
     assert report.succeeded, report
     made = {asset.asset: asset.fingerprint for asset in report.assets}
     champion = baseline.services.registry.resolve("models:/adapted@champion")
-    assert made["reference_model"] == weights_fingerprint(weights_identity(champion))
+    assert made["reference_model"] == weights_identity(champion).fingerprint
     file = champion / "model.safetensors"
     content = file.read_bytes()
     spoil(file, content)

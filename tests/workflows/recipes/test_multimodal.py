@@ -15,7 +15,7 @@ from tests.training.model.architectures import LINEAR, WINDOW, build_multimodal
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Baseline, run_in, write_inputs
 from tests.workflows.state.test_truth_table import PLAIN
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from workflows.commands.run import materialize
 from workflows.commands.verify import verify
 from workflows.recipes.discovery import load_recipe
@@ -90,4 +90,4 @@ def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo
     assert report.succeeded, report
     made = {asset.asset: asset.fingerprint for asset in report.assets}
     champion = baseline.services.registry.resolve("models:/whole@champion")
-    assert made["reference_model"] == weights_fingerprint(weights_identity(champion))
+    assert made["reference_model"] == weights_identity(champion).fingerprint

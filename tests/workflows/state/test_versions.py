@@ -26,7 +26,7 @@ from tests.workflows.homes import check_error, check_values, flip, latest, write
 from tests.workflows.in_process import Baseline, Ended, InProcess, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.job import Job
 from workflows.commands.compare import last_evaluated
 from workflows.commands.plan import plan
@@ -191,7 +191,7 @@ def test_corrupt_weights_of_the_champion_are_trained_again(baseline: Baseline):
     policy.rename(policy.with_suffix(".corrupt"))
     assert run(baseline).model_version == "1"
     champion = registry.resolve("models:/plain@champion")
-    assert weights_fingerprint(weights_identity(champion)) == policy.name
+    assert weights_identity(champion).fingerprint == policy.name
     assert not any(a.fault for a in verify(pipeline, baseline.services, baseline.instance, rows=0).artifacts)
 
 
@@ -266,7 +266,7 @@ def test_champions_files_are_restored_before_a_policy_starts_from_it(baseline: B
     assert [asset.outcome for asset in report.assets if asset.asset == "policy"] == ["computed"]
     whole = registry.resolve(f"models:/plain/{promoted.model_version}")
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
-    assert weights_fingerprint(weights_identity(whole)) == policy
+    assert weights_identity(whole).fingerprint == policy
     shutil.rmtree(baseline.home / "artifacts")
     begun: dict[str, dict[str, Any]] = {
         "reference": {"model": "models:/plain@champion"},

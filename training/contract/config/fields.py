@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -130,6 +131,10 @@ Date = Annotated[datetime.date, BeforeValidator(_parse_date)]
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def unused_fields(self) -> Collection[str]:
+        """Return the fields without an effect beside the others; they are left out of keys."""
+        return ()
 
 
 class ConfigSection(StrictModel):

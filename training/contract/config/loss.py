@@ -7,11 +7,12 @@ code reads `LossTraits` and never compares names of types. The formulas are in t
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_serializer, model_validator
 
 from training.contract.config.fields import NUMERIC, ConfigSection, NonNegative, Positive, Share
+from training.contract.config.key_settings import AddedLater, JsonObject
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class TypedLoss(ConfigSection):
         return self
 
     @model_serializer(mode="wrap")
-    def _drop_settings_of_other_types(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+    def _drop_settings_of_other_types(self, write: Callable[[Self], JsonObject]) -> JsonObject:
         unused = _OWN - set(self.type.traits.own_settings)
         return {name: value for name, value in write(self).items() if name not in unused}
 
@@ -128,7 +129,7 @@ class Divergence(ConfigSection):
     type: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         description="The divergence between policy and reference model."
     )
-    alpha: Annotated[float, Field(gt=0, lt=1), WithJsonSchema(NUMERIC)] | None = Field(
+    alpha: AddedLater[Annotated[float, Field(gt=0, lt=1), WithJsonSchema(NUMERIC)] | None] = Field(
         None, description="The alpha of the alpha-divergence."
     )
 
@@ -152,13 +153,15 @@ class Loss(TypedLoss):
         0.1, description="The strength of the pull towards the reference model: rewards are beta times log-ratios."
     )
     of: tuple[LossTerm, ...] = Field((), description="The losses of a mixture.")
-    ld_alpha: Share | None = Field(
+    ld_alpha: AddedLater[Share | None] = Field(
         None, description="The weight of tokens beyond the shorter response's length (LD-DPO); none: all count alike."
     )
-    weighting: Literal["wpo"] | None = Field(
+    weighting: AddedLater[Literal["wpo"] | None] = Field(
         None, description="Weights of the pairs: `wpo` weights them by the policy's probability."
     )
-    divergence: Divergence | None = Field(None, description="Another divergence than the reverse KL of DPO.")
+    divergence: AddedLater[Divergence | None] = Field(
+        None, description="Another divergence than the reverse KL of DPO."
+    )
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:
@@ -193,10 +196,6 @@ class Loss(TypedLoss):
     def depends_on_batch(self) -> bool:
         """Whether a pair's loss depends on other pairs of its batch: on their log-probs, or their numbers of tokens."""
         return any(term.type.traits.couples_pairs or not term.type.traits.compares_responses for term in self.terms)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings for a fingerprint, without unused options: so a new option does not change fingerprints."""
-        return self.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
     def _check_terms_and_options(self) -> Self:

@@ -6,7 +6,7 @@ files count.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ from training.contract.config.fields import (
     Share,
     Text,
 )
+from training.contract.config.key_settings import AddedLater, JsonObject
 from training.contract.config.release import Release
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import RecipeError
@@ -57,8 +58,8 @@ class Tokenization(ConfigSection):
     )
     revision: Text | None = Field(None, description="The branch, tag or commit of the tokenizer on the Hub.")
     chat_template: Text | None = Field(None, description="A Jinja file, by default the tokenizer's own template.")
-    template_kwargs: dict[str, Any] = Field(default={}, description="Arguments of the chat template.")
-    date: Date | None = Field(None, description="The date for templates that write the current one.")
+    template_kwargs: JsonObject = Field(default={}, description="Arguments of the chat template.")
+    date: AddedLater[Date | None] = Field(None, description="The date for templates that write the current one.")
     train_on: Literal["last_response", "assistant_turns"] = Field(
         "last_response", description="Train on the last response, or on all turns of the assistant."
     )

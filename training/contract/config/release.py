@@ -14,6 +14,7 @@ from training.contract.config.fields import (
     SourceName,
     Text,
 )
+from training.contract.config.key_settings import AddedLater
 
 
 class Gate(ConfigSection):
@@ -24,7 +25,7 @@ class Gate(ConfigSection):
 
     type: Literal["ladder"] = Field("ladder", description="The rule of the gate.")
     min_accuracy: Share | None = Field(None, description="The lowest held-out accuracy of a champion.")
-    min_accuracy_of: dict[SourceName, Share] = Field(
+    min_accuracy_of: AddedLater[dict[SourceName, Share]] = Field(
         default={}, description="The lowest held-out accuracy of a champion on named sources."
     )
 
@@ -57,6 +58,8 @@ class Release(ConfigSection):
     """The released model. `eos_tokens` are stop tokens in addition to the base model's."""
 
     model_name: Name = Field(description="The name of the registered model in MLflow.")
-    eos_tokens: tuple[Text, ...] = Field((), description="Stop tokens in addition to the base model's.")
-    generation: Generation = Field(Generation(), description="The default generation settings of the released model.")
+    eos_tokens: AddedLater[tuple[Text, ...]] = Field((), description="Stop tokens in addition to the base model's.")
+    generation: AddedLater[Generation] = Field(
+        Generation(), description="The default generation settings of the released model."
+    )
     gate: Gate = Field(Gate(), description="The rule that makes a candidate champion.")

@@ -14,6 +14,7 @@ from training.contract.config.fields import (
     Positive,
     Seed,
 )
+from training.contract.config.key_settings import AddedLater
 from training.contract.config.loss import Loss
 from training.contract.config.optimizer import AdamW, Optimizer, Schedule
 
@@ -27,8 +28,10 @@ class SupervisedTuning(ConfigSection):
     optimizer: Optimizer = Field(AdamW(learning_rate=2e-5), description="The optimizer.")
     schedule: Schedule = Field(Schedule(), description="The course of the learning rate.")
     max_grad_norm: Positive = Field(1.0, description="The norm to which a greater gradient is scaled down.")
-    precision: Dtype = Field("float32", description="The dtype of the computation; master weights are float32.")
-    router_aux_loss_coef: NonNegative = Field(
+    precision: AddedLater[Dtype] = Field(
+        "float32", description="The dtype of the computation; master weights are float32."
+    )
+    router_aux_loss_coef: AddedLater[NonNegative] = Field(
         0.0, description="The weight of the loss that balances the experts of a mixture of experts."
     )
     seed: Seed = Field(0, description="The seed of the order of the data and of dropout.")
@@ -66,11 +69,11 @@ class Training(ConfigSection):
     schedule: Schedule = Field(Schedule(), description="The course of the learning rate.")
     max_grad_norm: Positive = Field(1.0, description="The norm to which a greater gradient is scaled down.")
     precision: Dtype = Field("float32", description="The dtype of the computation; master weights are float32.")
-    head_precision: Literal["exact", "float8"] = Field(
+    head_precision: AddedLater[Literal["exact", "float8"]] = Field(
         "exact", description="The precision of the last layer's product."
     )
     disable_dropout: bool = Field(True, description="Train without the dropout of the model's config.")
-    router_aux_loss_coef: NonNegative = Field(
+    router_aux_loss_coef: AddedLater[NonNegative] = Field(
         0.0, description="The weight of the loss that balances the experts of a mixture of experts."
     )
     adapter: Adapter | None = Field(None, description="Train a low-rank adapter instead of all weights.")
@@ -100,11 +103,3 @@ class Training(ConfigSection):
     def steps(self, pairs: int) -> int:
         """Return the number of optimizer steps on this number of training pairs."""
         return self.max_steps or self.epochs * math.ceil(pairs / self.batch_size)
-
-
-class TrainingSpec(Training):
-    """The frozen section in the spec, with the fingerprint of the champion if training starts from it."""
-
-    champion: str | None = Field(
-        None, description="The fingerprint of the champion's weights, if training starts from it."
-    )

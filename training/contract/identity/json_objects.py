@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import ModelError
 
 
-def read_object(path: Path, what: str) -> dict[str, Any]:
+def read_object(path: Path, what: str) -> JsonObject:
     """Return the object in the file `path`; `what` describes it in errors. Raises ModelError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

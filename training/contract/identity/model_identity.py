@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from training.contract.config.fields import StrictModel
+from training.contract.config.key_settings import JsonObject, Settings
 from training.contract.errors import ModelError
 from training.contract.identity.file_hashing import Tally, hash_in_threads
 from training.contract.identity.fingerprint import canonical_json, fingerprint
@@ -85,8 +87,27 @@ def count_parameters(folder: Path) -> int:
     return sum(math.prod(tensor.shape) for file in weight_files(folder) for tensor in _read_spans(file))
 
 
-def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
-    """Return the inputs of the fingerprint: `config`, and `weights` with sha256, number of tensors and bytes.
+class WeightsIdentity(StrictModel):
+    """The sha256 over the names and bytes of all tensors, with their number and size."""
+
+    sha256: str
+    tensors: int
+    bytes: int
+
+
+class ModelIdentity(Settings):
+    """The inputs of a model's fingerprint: the fields of its config that change its function, and its weights."""
+
+    config: JsonObject
+    weights: WeightsIdentity
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint("weights", {"config": self.config, "tensors": self.weights.sha256})
+
+
+def weights_identity(folder: Path, cache: HashCache | None = None) -> ModelIdentity:
+    """Return the identity of the model in `folder`.
 
     With a `cache`, unchanged files are not read. Raises ModelError.
     """
@@ -103,17 +124,12 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
                     "duplicate-tensor",
                 )
             digests[name] = digest
-    weights = {
-        "sha256": fingerprint("tensors", sorted(digests.items())),
-        "tensors": len(digests),
-        "bytes": sum(table["bytes"] for table in tables),
-    }
-    return {"config": _select_function_fields(config), "weights": weights}
-
-
-def weights_fingerprint(identity: dict[str, Any]) -> str:
-    """Return the fingerprint of the result of `weights_identity`."""
-    return fingerprint("weights", {"config": identity["config"], "tensors": identity["weights"]["sha256"]})
+    weights = WeightsIdentity(
+        sha256=fingerprint("tensors", sorted(digests.items())),
+        tensors=len(digests),
+        bytes=sum(table["bytes"] for table in tables),
+    )
+    return ModelIdentity(config=_select_function_fields(config), weights=weights)
 
 
 def adapter_fingerprint(folder: Path, base: str) -> str:
@@ -187,7 +203,7 @@ def _check_config(path: Path) -> None:
             )
 
 
-def _objects_in(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _objects_in(config: JsonObject) -> Iterator[JsonObject]:
     """Yield the config and all objects in it: transformers may load the model of one part."""
     yield config
     for part in config.values():
@@ -212,7 +228,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _select_function_fields(config: dict[str, Any]) -> dict[str, Any]:
+def _select_function_fields(config: JsonObject) -> JsonObject:
     """Return the config without bookkeeping, also in inner configs such as `text_config`."""
     return {
         name: _select_function_fields(value) if isinstance(value, dict) and name in _INNER_MODELS else value

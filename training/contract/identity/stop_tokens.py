@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from training.contract.config.key_settings import JsonObject
+from training.contract.config.release import Generation
 from training.contract.identity.json_objects import read_object
 
 _NO_EFFECT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -24,7 +26,7 @@ _NO_SETTING |= {
 }
 
 
-def generation_settings(folder: Path) -> dict[str, Any]:
+def generation_settings(folder: Path) -> JsonObject:
     """Return the generation settings a release keeps from the base model in `folder`, without its sampling settings.
 
     Special tokens come from generation_config.json, else from config.json. Raises ModelError if a file cannot be read.
@@ -41,18 +43,18 @@ def generation_settings(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _NO_SETTING}
 
 
-def released_settings(kept: Mapping[str, Any], eos: Sequence[int], answering: Mapping[str, Any]) -> dict[str, Any]:
+def released_settings(kept: Mapping[str, Any], eos: Sequence[int], generation: Generation) -> JsonObject:
     """Return the generation_config.json of a release.
 
-    `kept` is the result of `generation_settings`, `answering` the recipe's `release.generation`. For greedy decoding, pipelines
-    of transformers need `do_sample: false`, and servers such as vLLM need `temperature: 0`. Settings without an effect are left
-    out.
+    `kept` is the result of `generation_settings`, `generation` the recipe's section. For greedy decoding, pipelines of
+    transformers need `do_sample: false`, and servers such as vLLM need `temperature: 0`. Settings without an effect are
+    left out.
     """
-    temperature = answering.get("temperature", 0.0)
-    written = {name: value for name, value in answering.items() if value != _NO_EFFECT.get(name)}
+    temperature = generation.temperature
+    written = {name: value for name, value in generation.model_dump().items() if value != _NO_EFFECT.get(name)}
     settings = {**kept, **written, "do_sample": temperature > 0, "temperature": temperature}
     if temperature:
-        settings["top_k"] = answering.get("top_k", 0)  # transformers' default is 50
+        settings["top_k"] = generation.top_k  # transformers' default is 50
     settings.pop("eos_token_id", None)
     return settings | ({"eos_token_id": eos[0] if len(eos) == 1 else list(eos)} if eos else {})
 

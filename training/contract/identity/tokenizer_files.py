@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import DataError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import short
@@ -56,7 +57,7 @@ def holds_tokenizer(folder: Path) -> bool:
     return any(files <= tokenizer_files(folder).keys() for files in VOCABULARIES)
 
 
-def class_fields(folder: Path) -> dict[str, Any]:
+def class_fields(folder: Path) -> JsonObject:
     """Return the fields by which transformers picks a tokenizer's class from the config.json in `folder`, if it exists.
 
     Raises ModelError if the file does not hold a JSON object.

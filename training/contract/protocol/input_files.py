@@ -28,12 +28,15 @@ from training.contract.identity.file_stamps import (
     stamp_of,
 )
 from training.contract.identity.fingerprint import short
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
+from training.contract.protocol.artifacts import CHAMPION, AssetName
 from training.contract.protocol.job import Input, Job
+from training.contract.protocol.locations import PolicyLocations
+from training.contract.protocol.settings import TrainingSpec
 from training.contract.store.manifest import verified_manifest, verify_contents
 from training.contract.store.store import Store
 
-_MODELS = ("base_model", "reference_model", "policy", "champion")
+_MODELS = (AssetName.BASE_MODEL, AssetName.REFERENCE_MODEL, AssetName.POLICY, CHAMPION)
 _SHOWN = 3
 
 
@@ -42,8 +45,9 @@ class InputFiles:
 
     def __init__(self, job: Job, is_main: bool = True) -> None:
         inputs = dict(job.inputs)
-        if champion := job.locations.get("champion"):
-            inputs["champion"] = Input(kind="champion", fingerprint=job.settings["champion"], folder=Path(champion))
+        if isinstance(job.locations, PolicyLocations) and (folder := job.locations.champion) is not None:
+            assert isinstance(job.settings, TrainingSpec) and job.settings.champion is not None
+            inputs[CHAMPION] = Input(kind=CHAMPION, fingerprint=job.settings.champion, folder=folder)
         if job.stamps is None:
             self._files = {
                 name: _Files(source.folder, model_stamps if name in _MODELS else artifact_stamps)
@@ -179,7 +183,7 @@ class _HashedFiles(_Files):
         if self._is_artifact:
             manifest = verified_manifest(self.folder, kind, expected, hashes=False)
             verify_contents(self.folder, manifest, [name for name in names if name in manifest.files])
-        elif (actual := weights_fingerprint(weights_identity(self.folder))) != expected:
+        elif (actual := weights_identity(self.folder).fingerprint) != expected:
             raise ModelError(
                 f"the weights in {self.folder} are {short(actual)}, expected {short(expected)}", "wrong-weights"
             )

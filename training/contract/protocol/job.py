@@ -5,13 +5,38 @@ frozen settings. A job writes `events.jsonl` and checkpoints into its folder, an
 """
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal
+
+from pydantic import SerializeAsAny, field_serializer, model_validator
+from typing_extensions import TypeVar  # with a default, as in Python 3.13
 
 from training.contract.config.fields import StrictModel
-from training.contract.config.recipe import Compute
+from training.contract.config.key_settings import JsonObject, Settings, key_settings
+from training.contract.config.recipe import Compute, Recipe
 from training.contract.identity.file_stamps import Stamps
 from training.contract.identity.fingerprint import short
+from training.contract.protocol.locations import (
+    Locations,
+    PairsLocations,
+    PolicyLocations,
+    PreferencesLocations,
+    ReleaseFilesLocations,
+    TokenizerLocations,
+)
+from training.contract.protocol.settings import (
+    EvaluationSpec,
+    NoSettings,
+    PairsSettings,
+    PreferencesSettings,
+    ReleaseFilesSettings,
+    RescoreSettings,
+    ScoringSettings,
+    SupervisedTuningSettings,
+    TokenizationSettings,
+    TrainingSpec,
+)
 from training.contract.store.manifest import Derivation, Source
 from training.contract.system.atomic_io import write_durably
 
@@ -25,6 +50,9 @@ CHECKPOINTS = "checkpoints"  # a folder in the job's folder
 JobKind = Literal[
     "preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"
 ]
+
+SettingsT = TypeVar("SettingsT", bound=Settings, default=Settings, covariant=True)
+LocationsT = TypeVar("LocationsT", bound=Locations, default=Locations, covariant=True)
 
 
 def job_folder(home: Path, derivation: Derivation) -> Path:
@@ -66,7 +94,7 @@ class Failure(StrictModel):
             file.write(self.model_dump_json(indent=2))
 
 
-class Job(StrictModel):
+class Job(StrictModel, Generic[SettingsT, LocationsT]):
     """One job. `artifact`, `code_version`, `inputs` and `settings` form the derivation; `kind` selects the code.
 
     The other fields do not change the result:
@@ -81,20 +109,37 @@ class Job(StrictModel):
     artifact: str
     code_version: str
     inputs: dict[str, Input]
-    settings: dict[str, Any]
-    locations: dict[str, Any]
+    settings: SerializeAsAny[SettingsT]
+    locations: SerializeAsAny[LocationsT]
     compute: Compute
-    recipe: dict[str, Any]
+    recipe: Recipe
     store: Path
     folder: Path
     stamps: dict[str, Stamps] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_by_kind(cls, fields: Any) -> Any:
+        """Parse JSON settings and locations with the models of the job's kind."""
+        if not isinstance(fields, dict) or (models := JOB_MODELS.get(fields.get("kind", ""))) is None:
+            return fields
+        return {
+            **fields,
+            "settings": models.settings.model_validate(fields.get("settings")),
+            "locations": models.locations.model_validate(fields.get("locations", {})),
+        }
+
+    @field_serializer("settings")
+    def _write_settings(self, settings: Settings) -> JsonObject:
+        return key_settings(settings)
 
     @property
     def derivation(self) -> Derivation:
         inputs = {
             name: Source(kind=source.kind, fingerprint=source.fingerprint) for name, source in self.inputs.items()
         }
-        return Derivation(kind=self.artifact, code_version=self.code_version, inputs=inputs, settings=self.settings)
+        settings = key_settings(self.settings)
+        return Derivation(kind=self.artifact, code_version=self.code_version, inputs=inputs, settings=settings)
 
     @property
     def staging(self) -> Path:
@@ -152,3 +197,25 @@ class Job(StrictModel):
     @classmethod
     def read(cls, path: Path) -> "Job":
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class JobModels:
+    """The models of a kind's settings and locations."""
+
+    settings: type[Settings]
+    locations: type[Locations] = Locations
+
+
+JOB_MODELS: dict[JobKind, JobModels] = {
+    "preferences": JobModels(PreferencesSettings, PreferencesLocations),
+    "tokenizer": JobModels(TokenizationSettings, TokenizerLocations),
+    "release_files": JobModels(ReleaseFilesSettings, ReleaseFilesLocations),
+    "pairs": JobModels(PairsSettings, PairsLocations),
+    "sft": JobModels(SupervisedTuningSettings),
+    "reference": JobModels(ScoringSettings),
+    "policy": JobModels(TrainingSpec, PolicyLocations),
+    "evaluation": JobModels(EvaluationSpec),
+    "merge": JobModels(NoSettings),
+    "proof": JobModels(RescoreSettings),
+}

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint
-from training.contract.identity.software import SOFTWARE
 from training.contract.store.logprob_shard import (
     Counts,
     Floats,
@@ -26,7 +25,7 @@ from training.contract.store.logprob_shard import (
     write_shard,
 )
 from training.contract.store.manifest import Derivation
-from training.contract.store.shard_cache import Keys, Rows, ShardCache
+from training.contract.store.shard_cache import Keys, Rows, ShardCache, ShardDetails
 from training.contract.store.store import Artifact, JobResult
 
 # The version of the scoring algorithm (training.model). A new version makes all cached log-probs unused.
@@ -56,7 +55,7 @@ class LogprobCache(ShardCache[LogprobShard]):
     title = "log-prob cache"
     again = "score its sequences again"
 
-    def open_shard(self, artifact: Artifact) -> LogprobShard:
+    def open_shard(self, artifact: Artifact[ShardDetails]) -> LogprobShard:
         return open_shard(artifact)
 
     def lookup(self, keys_QK: Keys) -> LookupResult:
@@ -97,13 +96,13 @@ class LogprobCache(ShardCache[LogprobShard]):
                 return self.token_logprobs(key)  # another shard may have the same sequence
         return None
 
-    def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact:
+    def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact[ShardDetails]:
         """Publish S sequences as one shard, with the log-probs of their tokens in one array. Raises StoreError."""
         assert keys_SK.shape == (len(counts_S), KEY_BYTES), f"{keys_SK.shape} keys for {len(counts_S)} counts"
         assert counts_S.sum() == len(tokens_N), f"counts for {counts_S.sum()} tokens, but {len(tokens_N)} log-probs"
         assert np.isfinite(tokens_N).all(), "a log-prob is not finite"
         with self.store.staging() as staging:
             identity = write_shard(staging, self.kind, keys_SK, counts_S, tokens_N)
-            details = {"sequences": len(counts_S), "tokens": len(tokens_N), SOFTWARE: dict(self.software)}
+            details = ShardDetails(sequences=len(counts_S), tokens=len(tokens_N), software=dict(self.software))
             derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
-            return self.store.publish(staging, derivation, JobResult(identity, details))
+            return self.store.publish(staging, derivation, JobResult(identity, details)).of_kind(self.artifact_kind)

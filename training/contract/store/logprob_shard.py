@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from training.contract.errors import CorruptArtifact
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint_of_stream
 from training.contract.store.manifest import verify_contents
-from training.contract.store.shard_cache import Keys, key_prefixes, read_arrays
+from training.contract.store.shard_cache import Keys, ShardDetails, key_prefixes, read_arrays
 from training.contract.store.store import Artifact
 from training.contract.system.atomic_io import write_error
 
@@ -40,7 +40,7 @@ _INDEX, _TOKENS = "index.safetensors", "tokens.safetensors"
 class LogprobShard:
     """An open shard; the arrays are memory-mapped."""
 
-    artifact: Artifact
+    artifact: Artifact[ShardDetails]
     keys_SK: Keys
     sums_S: Floats
     counts_S: Counts
@@ -94,7 +94,7 @@ def _sort_by_prefix(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) ->
     return keys_SK[order_S], counts_in_order_S, tokens_N[from_N]
 
 
-def open_shard(artifact: Artifact) -> LogprobShard:
+def open_shard(artifact: Artifact[ShardDetails]) -> LogprobShard:
     """Open the shard in `artifact` and verify its index. Raises CorruptArtifact if it is corrupt or not a shard."""
     verify_contents(artifact.folder, artifact.manifest, [_INDEX])
     path = artifact.folder / _INDEX

@@ -12,11 +12,12 @@ import stat
 from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Self
 
 from pydantic import field_validator
 
 from training.contract.config.fields import StrictModel
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.identity.file_hashing import hash_files
 from training.contract.identity.fingerprint import SCHEMA_VERSION, fingerprint, short
@@ -46,7 +47,7 @@ class Derivation(StrictModel):
     kind: str
     code_version: str
     inputs: dict[str, Source]
-    settings: dict[str, Any]
+    settings: JsonObject
 
     @property
     def key(self) -> str:
@@ -69,12 +70,10 @@ class Manifest(ChecksummedModel):
     libraries: dict[str, str]
     created: str
     files: dict[str, FileEntry]
-    details: dict[str, Any]
+    details: JsonObject
 
     @classmethod
-    def of_now(
-        cls, made_from: Derivation, fingerprint: str, files: dict[str, FileEntry], details: dict[str, Any]
-    ) -> Self:
+    def of_now(cls, made_from: Derivation, fingerprint: str, files: dict[str, FileEntry], details: JsonObject) -> Self:
         """Return a manifest with the current time and the installed libraries."""
         return cls(
             kind=made_from.kind,

@@ -26,9 +26,8 @@ from safetensors.numpy import save_file
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import fingerprint_of_stream
-from training.contract.identity.software import SOFTWARE
 from training.contract.store.manifest import Derivation, verify_contents
-from training.contract.store.shard_cache import Keys, Rows, ShardCache, read_arrays
+from training.contract.store.shard_cache import Keys, Rows, ShardCache, ShardDetails, read_arrays
 from training.contract.store.store import Artifact, JobResult
 from training.contract.system.atomic_io import write_error
 
@@ -45,7 +44,7 @@ _COMMIT_BYTES = 32 << 20
 class RowShard:
     """An open shard; the keys are memory-mapped."""
 
-    artifact: Artifact
+    artifact: Artifact[ShardDetails]
     keys_SK: Keys
     starts_B: npt.NDArray[np.int64]
 
@@ -85,7 +84,7 @@ class RowCache(ShardCache[RowShard]):
 
     schema: ClassVar[pa.Schema]
 
-    def open_shard(self, artifact: Artifact) -> RowShard:
+    def open_shard(self, artifact: Artifact[ShardDetails]) -> RowShard:
         verify_contents(artifact.folder, artifact.manifest, [_INDEX])
         path = artifact.folder / _INDEX
         arrays = read_arrays(path, {"keys": np.uint8, "starts": np.int64})
@@ -136,14 +135,14 @@ class RowCache(ShardCache[RowShard]):
         back_Q[order_Q] = np.arange(len(order_Q))
         return table if (np.diff(order_Q) == 1).all() else table.take(pa.array(back_Q))
 
-    def add(self, keys_SK: Keys, batches: list[pa.RecordBatch]) -> Artifact:
+    def add(self, keys_SK: Keys, batches: list[pa.RecordBatch]) -> Artifact[ShardDetails]:
         """Publish rows as one shard. Raises StoreError."""
         assert keys_SK.shape == (sum(map(len, batches)), KEY_BYTES), f"keys of shape {keys_SK.shape}"
         with self.store.staging() as staging:
             identity = self._write(staging, keys_SK, batches)
-            details = {"rows": len(keys_SK), SOFTWARE: dict(self.software)}
+            details = ShardDetails(rows=len(keys_SK), software=dict(self.software))
             derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
-            return self.store.publish(staging, derivation, JobResult(identity, details))
+            return self.store.publish(staging, derivation, JobResult(identity, details)).of_kind(self.artifact_kind)
 
     def _write(self, folder: Path, keys_SK: Keys, batches: list[pa.RecordBatch]) -> str:
         starts_B = np.cumsum([0, *map(len, batches)], dtype=np.int64)

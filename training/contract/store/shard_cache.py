@@ -24,9 +24,19 @@ import numpy.typing as npt
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.safetensors_file import map_tensors
-from training.contract.identity.software import SOFTWARE
+from training.contract.store.artifact_kind import ArtifactKind, Details
 from training.contract.store.manifest import read_error
 from training.contract.store.store import Artifact, Store
+
+
+class ShardDetails(Details):
+    """Counts of a shard of log-probs (`sequences`, `tokens`) or of rows, and the `software` that computed it."""
+
+    sequences: int = 0
+    tokens: int = 0
+    rows: int = 0
+    software: dict[str, str] | None = None
+
 
 Keys = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -39,7 +49,7 @@ class Shard(Protocol):
     """An open shard: a row for each key."""
 
     @property
-    def artifact(self) -> Artifact: ...
+    def artifact(self) -> Artifact[ShardDetails]: ...
     @property
     def keys_SK(self) -> Keys: ...
     def __len__(self) -> int: ...
@@ -115,8 +125,12 @@ class ShardCache(ABC, Generic[AnyShard]):
     def kind(self) -> str:
         return f"{self.name}/{self.rule}"
 
+    @property
+    def artifact_kind(self) -> ArtifactKind[ShardDetails]:
+        return ArtifactKind(self.kind, ShardDetails)
+
     @abstractmethod
-    def open_shard(self, artifact: Artifact) -> AnyShard:
+    def open_shard(self, artifact: Artifact[ShardDetails]) -> AnyShard:
         """Open the shard in `artifact` and verify its index. Raises CorruptArtifact."""
 
     def bytes(self) -> int:
@@ -140,7 +154,7 @@ class ShardCache(ABC, Generic[AnyShard]):
 
     def _is_by_other_software(self, shard: AnyShard) -> bool:
         """Return whether other software made the shard. Shards of older versions name no device, so they count as other."""
-        return bool(shard.artifact.details.get(SOFTWARE) != self.software)
+        return shard.artifact.details.software != self.software
 
     def _find(self, keys_QK: Keys) -> Iterator[tuple[AnyShard, Rows, Rows]]:
         """Run `ShardIndex.find` on one block of keys at a time."""
@@ -162,7 +176,7 @@ class ShardCache(ABC, Generic[AnyShard]):
     def _open(self, name: str) -> AnyShard | None:
         """Open and verify a shard; set it aside and return None if it is corrupt."""
         try:
-            return self.open_shard(self.store.open(self.kind, name, hashes=False))
+            return self.open_shard(self.store.open(self.artifact_kind, name, hashes=False))
         except StoreError as error:
             self._set_aside(name, error)
             return None

@@ -21,15 +21,18 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, overload
 
 from pydantic import Field
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.hash_cache import HashCache
+from training.contract.store.artifact_kind import ArtifactKind, Details, DetailsT, OtherT
 from training.contract.store.checksummed_json import ChecksummedModel
 from training.contract.store.manifest import (
     MANIFEST,
@@ -53,13 +56,24 @@ from training.contract.system.locks import locked
 
 
 @dataclass(frozen=True)
-class Artifact:
+class Artifact(Generic[DetailsT]):
     """An artifact. `derivation` and `details` belong to the key it was found by; other keys may lead to the same contents."""
 
+    kind: ArtifactKind[DetailsT]
     folder: Path
     manifest: Manifest
     derivation: Derivation
-    details: dict[str, Any]
+    stored_details: JsonObject
+
+    @cached_property
+    def details(self) -> DetailsT:
+        """The details, as the model of the kind. Raises StoreError if another version wrote them in an unknown form."""
+        return self.kind.parse(self.stored_details, self.folder)
+
+    def of_kind(self, kind: ArtifactKind[OtherT]) -> "Artifact[OtherT]":
+        """Return the artifact with the details of `kind`, the kind of its manifest."""
+        assert kind.name == self.manifest.kind, f"{self.folder} is a {self.manifest.kind}, not a {kind.name}"
+        return Artifact(kind, self.folder, self.manifest, self.derivation, self.stored_details)
 
     @property
     def fingerprint(self) -> str:
@@ -74,15 +88,24 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class JobResult:
-    """The fingerprint and details of the files in a job's staging folder.
+class JobResult(Generic[DetailsT]):
+    """The fingerprint and details of the files in a job's staging folder. Ranks other than the first have none.
 
     `is_known`: the folder is empty, because these contents were published before.
     """
 
-    fingerprint: str
-    details: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    details: DetailsT | None = None
     is_known: bool = False
+
+    @property
+    def stored_details(self) -> JsonObject:
+        return {} if self.details is None else self.details.to_json()
+
+
+def as_kind(kind: ArtifactKind | str) -> ArtifactKind:
+    """Return the kind, or for a name the kind with the details that all artifacts may have."""
+    return ArtifactKind(kind, Details) if isinstance(kind, str) else kind
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -95,7 +118,7 @@ class DerivationRecord(ChecksummedModel):
 
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     derivation: Derivation
-    details: dict[str, Any]
+    details: JsonObject
 
 
 class Store:
@@ -120,31 +143,49 @@ class Store:
         folder = self.root / kind
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
-    def open(self, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact:
+    @overload
+    def open(
+        self, kind: ArtifactKind[DetailsT], fingerprint: str, hashes: bool = True, cache: HashCache | None = None
+    ) -> Artifact[DetailsT]: ...
+    @overload
+    def open(self, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact: ...
+    def open(
+        self, kind: ArtifactKind | str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
+    ) -> Artifact:
         """Return the artifact, verified. Raises StoreError if it is missing, CorruptArtifact if it is corrupt.
 
-        With a `cache`, unchanged files are not read again.
+        With a `cache`, unchanged files are not read again. An artifact opened by the name of its kind has no typed details.
         """
-        folder = self.folder(kind, fingerprint)
+        kind = as_kind(kind)
+        folder = self.folder(kind.name, fingerprint)
         if not (folder / MANIFEST).is_file():
             raise StoreError(
-                f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again", "no-artifact"
+                f"there is no {kind.name} {short(fingerprint)} in {self.root}; materialize it again", "no-artifact"
             )
-        manifest = verified_manifest(folder, kind, fingerprint, hashes, cache)
-        return Artifact(folder, manifest, manifest.made_from, manifest.details)
+        manifest = verified_manifest(folder, kind.name, fingerprint, hashes, cache)
+        return Artifact(kind, folder, manifest, manifest.made_from, manifest.details)
 
-    def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
+    @overload
+    def find(
+        self, kind: ArtifactKind[DetailsT], key: str, hashes: bool = True, cache: HashCache | None = None
+    ) -> Artifact[DetailsT] | None: ...
+    @overload
+    def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None: ...
+    def find(
+        self, kind: ArtifactKind | str, key: str, hashes: bool = True, cache: HashCache | None = None
+    ) -> Artifact | None:
         """Return the artifact of `key`, verified; None if it was never made. Raises CorruptArtifact."""
-        record = self.record(kind, key)
-        if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
+        kind = as_kind(kind)
+        record = self.record(kind.name, key)
+        if record is None or not (self.folder(kind.name, record.fingerprint) / MANIFEST).is_file():
             return None
         artifact = self.open(kind, record.fingerprint, hashes, cache)
-        return replace(artifact, derivation=record.derivation, details=record.details)
+        return replace(artifact, derivation=record.derivation, stored_details=record.details)
 
-    def reuse(self, kind: str, key: str) -> Artifact | None:
+    def reuse(self, kind: ArtifactKind[DetailsT], key: str) -> Artifact[DetailsT] | None:
         """Find the artifact and mark it as used. The caller holds the lock of `key`."""
         if (artifact := self.find(kind, key)) is not None:
-            self._mark_used(kind, artifact.fingerprint)
+            self._mark_used(kind.name, artifact.fingerprint)
         return artifact
 
     def used(self, kind: str, fingerprint: str) -> int | None:
@@ -192,7 +233,7 @@ class Store:
         manifests = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
         if manifests:
             latest = max(manifests, key=lambda manifest: manifest.created)
-            self._write_record(latest.made_from, JobResult(latest.fingerprint, latest.details))
+            self._write_record(latest.made_from, latest.fingerprint, latest.details)
         else:
             self.record_file(kind, key).unlink()
         return corrupt
@@ -235,14 +276,14 @@ class Store:
                         f"{kind} {short(result.fingerprint)} disappeared from {self.root} while a job compared it; run again",
                         "artifact-lost",
                     )
-                manifest = Manifest.of_now(derivation, result.fingerprint, list_files(staging), result.details)
+                manifest = Manifest.of_now(derivation, result.fingerprint, list_files(staging), result.stored_details)
                 apply_umask(staging)
                 sync_tree(staging)
                 write_durably(staging / MANIFEST, manifest.dumps())
                 _move_in(staging, self.folder(kind, result.fingerprint))
-            self._write_record(derivation, result)
+            self._write_record(derivation, result.fingerprint, result.stored_details)
             artifact = self.open(kind, result.fingerprint, hashes=False)
-        return replace(artifact, derivation=derivation, details=result.details)
+        return replace(artifact, derivation=derivation, stored_details=result.stored_details)
 
     def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
         """Move an artifact of another store, with its manifest, into this one. It gets no key.
@@ -282,10 +323,10 @@ class Store:
         with contextlib.suppress(PermissionError):
             os.utime(self.folder(kind, fingerprint))
 
-    def _write_record(self, derivation: Derivation, result: JobResult) -> None:
+    def _write_record(self, derivation: Derivation, fingerprint: str, details: JsonObject) -> None:
         """Record the result of `derivation`, also as the latest result of these inputs and settings under any software."""
         for recorded in {each.key: each for each in (derivation, derivation.of_any_software)}.values():
-            record = DerivationRecord(fingerprint=result.fingerprint, derivation=recorded, details=result.details)
+            record = DerivationRecord(fingerprint=fingerprint, derivation=recorded, details=details)
             with self.staging() as scratch:
                 write_durably(self.record_file(recorded.kind, recorded.key), record.dumps(), scratch)
 

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile
 from training.contract.identity.fingerprint import StreamFingerprint, value_digest
+from training.contract.protocol.details import QuarantinedRow, RowCounts, RowsDetails
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.quarantine import Quarantined
 from training.data.reading.converted_pairs import ConvertedPair
@@ -69,8 +70,8 @@ def is_sampled(prompt_sha256: bytes, fraction: float) -> bool:
 
 
 @dataclass(frozen=True)
-class SourceSettings:
-    """The recipe's settings of `data.sources[number]`, counted from 0. `format` may be `auto`."""
+class Source:
+    """How to read `data.sources[number]` of the recipe, counted from 0. `format` may be `auto`."""
 
     number: int
     format: str
@@ -85,7 +86,7 @@ class SourceFile:
     """A file to read, with its source."""
 
     file: DataFile
-    source: SourceSettings
+    source: Source
 
 
 @dataclass
@@ -105,8 +106,8 @@ class PairWriter:
     splits: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
+    examples: list[JsonObject] = field(default_factory=list)
+    quarantine_examples: list[QuarantinedRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pairs = _ParquetRows(self.folder / PREFERENCES_FILE, PREFERENCES_SCHEMA)
@@ -125,7 +126,7 @@ class PairWriter:
         self.pairs_of_source[source.number] += 1
         if self.duplicates.drops(pair.identity, f"{file.file.name}, line {line}"):
             return
-        origin: dict[str, Any] = {"split": split, "line": line}
+        origin: JsonObject = {"split": split, "line": line}
         if source.name is not None:
             origin["source_name"] = source.name
         turns, identity = pair.turns, pair.identity.identity.hex()
@@ -144,7 +145,7 @@ class PairWriter:
         self.reasons[reason] += 1
         self.first_refused.setdefault(reason, f"{source}, line {record.line}")
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
-            self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})
+            self.quarantine_examples.append(QuarantinedRow.model_validate({**row, "text": text[:_EXAMPLE_CHARACTERS]}))
 
     def _split(self, prompt_sha256: bytes, held_out: bool) -> str:
         if held_out:
@@ -159,7 +160,7 @@ class PairWriter:
         causes = ", ".join(f"{count} x {reason}" for reason, count in counts) or "0 rows"
         first = ""
         for row in self.quarantine_examples[:1]:
-            first = f"; the first: {row['source']}, line {row['line']}: {row['detail']}"
+            first = f"; the first: {row.source}, line {row.line}: {row.detail}"
         raise DataError(f"no preference pair was found in {', '.join(self.formats)} ({causes}){first}", "no-pairs")
 
     def check_no_empty_source(self, inputs: Sequence[SourceFile]) -> None:
@@ -190,24 +191,25 @@ class PairWriter:
             self.pairs.add(refused)
         return self.pairs.fingerprint()
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> RowsDetails:
         pairs, quarantined, duplicates = self.pairs.count, self.reasons.total(), self.duplicates
-        return {
-            "counts": {
-                "pairs": pairs,
-                "quarantined": quarantined,
-                "train": self.splits["train"],
-                "validation": self.splits["validation"],
-                "rows_read": pairs + quarantined + self.left_out + duplicates.dropped,
-                "left_out": self.left_out,
-                "duplicates": duplicates.count,
-                "conflicting": duplicates.conflicting,
-            },
-            "formats": self.formats,
-            "reasons": dict(self.reasons.most_common()),
-            "quarantine_examples": self.quarantine_examples,
-            "examples": self.examples,
-        }
+        counts = RowCounts(
+            pairs=pairs,
+            quarantined=quarantined,
+            train=self.splits["train"],
+            validation=self.splits["validation"],
+            rows_read=pairs + quarantined + self.left_out + duplicates.dropped,
+            left_out=self.left_out,
+            duplicates=duplicates.count,
+            conflicting=duplicates.conflicting,
+        )
+        return RowsDetails(
+            counts=counts,
+            formats=self.formats,
+            reasons=dict(self.reasons.most_common()),
+            quarantine_examples=tuple(self.quarantine_examples),
+            examples=tuple(self.examples),
+        )
 
 
 class _ParquetRows:
@@ -215,9 +217,9 @@ class _ParquetRows:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._writer, self._schema = pq.ParquetWriter(path, schema), schema
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[JsonObject] = []
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: JsonObject) -> None:
         self._rows.append(row)
         if len(self._rows) == _WRITTEN_ROWS:
             self._flush()

@@ -11,35 +11,37 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from training.contract.config.key_settings import Settings
 from training.contract.errors import DataError, TemplateError
 from training.contract.identity.tokenizer_files import copy_tokenizer
 from training.contract.protocol.job import Job
+from training.contract.protocol.locations import ReleaseFilesLocations, TokenizerLocations
+from training.contract.protocol.settings import ReleaseFilesSettings, TokenizationSettings
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.tokenizer import difference_to_file, load_tokenizer
 
-_SETTINGS = ("files", "config")
+TokenizerJob = Job[TokenizationSettings, TokenizerLocations] | Job[ReleaseFilesSettings, ReleaseFilesLocations]
 
 
 @contextlib.contextmanager
-def blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[None]:
+def blaming(job: Job[Settings, TokenizerLocations], file: Literal["tokenizer", "chat_template"]) -> Iterator[None]:
     """Prefix a TemplateError with the recipe field that names the tokenizer or the template."""
+    named = job.locations.named
     try:
         yield
     except TemplateError as error:
-        raise TemplateError(f"{job.locations['named'][file]}: {error}") from error
+        raise TemplateError(f"{named.tokenizer if file == 'tokenizer' else named.chat_template}: {error}") from error
 
 
-def read_tokenizer(job: Job) -> tuple[PreTrainedTokenizerFast, str | None]:
+def read_tokenizer(job: TokenizerJob) -> tuple[PreTrainedTokenizerFast, str | None]:
     """Return the tokenizer of `job` with its chat template, and a note if it differs from its tokenizer.json.
 
-    In `job.settings`, `files` has the sha256 of each tokenizer file, `config` has fields of the config.json beside them, and
-    `chat_template` has the sha256 of the recipe's template. Raises TemplateError if one cannot be loaded, DataError if a file
-    changed.
+    Raises TemplateError if one cannot be loaded, DataError if a file no longer has the sha256 in the job's settings.
     """
-    folder = Path(job.locations["tokenizer"])
+    folder, settings = job.locations.tokenizer, job.settings
     with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
         copy = Path(scratch)
-        copy_tokenizer(folder, copy, *(job.settings[name] for name in _SETTINGS))
+        copy_tokenizer(folder, copy, settings.files, settings.config)
         with blaming(job, "tokenizer"):
             tokenizer = load_tokenizer(copy, called=folder)
         with blaming(job, "chat_template"):
@@ -47,25 +49,26 @@ def read_tokenizer(job: Job) -> tuple[PreTrainedTokenizerFast, str | None]:
         return tokenizer, difference_to_file(tokenizer, copy / "tokenizer.json")
 
 
-def read_template(job: Job, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+def read_template(job: TokenizerJob, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
     """Return the template of a tokenizer from `read_tokenizer`, with the arguments and the date of `job.settings`."""
-    return ChatTemplate(tokenizer, job.settings["template_kwargs"], job.settings.get("date"))
+    date = job.settings.date
+    return ChatTemplate(tokenizer, job.settings.template_kwargs, None if date is None else date.isoformat())
 
 
-def _template_text(job: Job, tokenizer: PreTrainedTokenizerFast, copy: Path) -> str | None:
+def _template_text(job: TokenizerJob, tokenizer: PreTrainedTokenizerFast, copy: Path) -> str | None:
     """Return the recipe's chat template, else the tokenizer's own: if it has several, the default one."""
-    path = job.locations["chat_template"]
+    path = job.locations.chat_template
     if path is None:
         template = tokenizer.chat_template or _template_of_processor(copy / "chat_template.json")
         return template.get("default") if isinstance(template, dict) else template
     try:
-        content = Path(path).read_bytes()
+        content = path.read_bytes()
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # all line ends become "\n"
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(
             f"`tokenization.chat_template` {path} cannot be read: {error}", "unreadable-chat-template"
         ) from error
-    if hashlib.sha256(content).hexdigest() != job.settings["chat_template"]:
+    if hashlib.sha256(content).hexdigest() != job.settings.chat_template:
         raise DataError(f"{path} changed while it was read; run again once it is written", "file-changed")
     if not text:
         raise TemplateError(

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import PedigreeError
+from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
 from training.contract.store.store import Store
@@ -44,10 +45,11 @@ def read_message_text(job: Job, rows: Collection[int]) -> dict[int, PairText]:
 
 
 def _raw_preferences(job: Job) -> Path:
-    if (artifact := job.inputs.get("raw_preferences")) is not None:
+    if (artifact := job.inputs.get(AssetName.RAW_PREFERENCES)) is not None:
         return artifact.folder
-    raw_preferences = read_manifest(job.inputs["tokenized_pairs"].folder).made_from.inputs["raw_preferences"]
-    return Store(job.store).open("raw_preferences", raw_preferences.fingerprint, hashes=False).folder
+    pairs = read_manifest(job.inputs[AssetName.TOKENIZED_PAIRS].folder)
+    raw_preferences = pairs.made_from.inputs[AssetName.RAW_PREFERENCES]
+    return Store(job.store).open(RAW_PREFERENCES, raw_preferences.fingerprint, hashes=False).folder
 
 
 def _pair_text(row: Mapping[str, Any]) -> PairText:

@@ -12,9 +12,13 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.identity.fingerprint import short
-from training.contract.identity.software import COMPARED, SOFTWARE
+from training.contract.identity.software import COMPARED
+from training.contract.protocol.artifacts import TOKENIZED_PAIRS, AssetName
+from training.contract.protocol.details import PairsDetails
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PairsLocations
+from training.contract.protocol.settings import PairsSettings
 from training.contract.store.store import Artifact, JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
@@ -24,13 +28,15 @@ from training.data.tokenization.tokenizer_pool import encode_batches
 _DROPPED = 8
 
 
-def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> JobResult | None:
+def made_before(
+    job: Job[PairsSettings, PairsLocations], encoder: PairEncoder, events: EventWriter
+) -> JobResult[PairsDetails] | None:
     """Return the earlier pairs of other software from the same inputs, if `encoder` gives the same tokens; else None."""
-    if SOFTWARE not in job.settings:
+    if not job.settings.software:
         return None
     derivation = job.derivation.of_any_software
     try:
-        earlier = Store(job.store).find(derivation.kind, derivation.key)
+        earlier = Store(job.store).find(TOKENIZED_PAIRS, derivation.key)
     except (CorruptArtifact, CorruptRecord):  # tokenizing all pairs again replaces it
         return None
     if earlier is None:
@@ -47,11 +53,11 @@ def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> JobResul
     return None
 
 
-def _compare_sample(job: Job, encoder: PairEncoder, earlier: Artifact) -> tuple[int, str | None]:
+def _compare_sample(job: Job, encoder: PairEncoder, earlier: Artifact[PairsDetails]) -> tuple[int, str | None]:
     """Return the number of compared pairs, and a description of the first difference."""
     pairs = Pairs.open(earlier.folder)
     positions = {int(pairs.rows[at]): at for at in _sample_positions(pairs)}
-    dropped = {drop["row"] for drop in earlier.details["dropped_examples"][:_DROPPED]}
+    dropped = {drop.row for drop in earlier.details.dropped_examples[:_DROPPED]}
     rows = list(_rows(job, {*positions, *dropped}))
     for batch, tokens in encode_batches(encoder, [rows], len(rows)):
         for row, now in zip(batch, tokens.to_pylist(), strict=True):
@@ -77,5 +83,5 @@ def _sample_positions(pairs: Pairs) -> list[int]:
 
 
 def _rows(job: Job, numbers: set[int]) -> Iterator[Mapping[str, Any]]:
-    source = job.inputs["raw_preferences"].folder / PREFERENCES_FILE
+    source = job.inputs[AssetName.RAW_PREFERENCES].folder / PREFERENCES_FILE
     yield from pq.read_table(source, filters=[("row", "in", sorted(numbers))]).to_pylist()

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint, sequence_key_of_parts
+from training.contract.protocol.spec_files import TokenizationSpec
 from training.contract.store.row_cache import TokenCache
 from training.data.tokenization.encoded_pair import Dropped, EncodedPair
 from training.data.tokenization.pair_dataset import PAIRS_SCHEMA, SIDES
@@ -26,15 +27,15 @@ _LISTS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
 _KEYS = ("chosen_key", "rejected_key", "prompt_key")
 TOKEN_ROWS = TokenCache.schema
 _NO_KEY = bytes(KEY_BYTES)
-_RULE_FIELDS = (
+_RULE_FIELDS = {
     *("train_on", "max_length", "over_length", "template", "template_kwargs", "date", "end_of_turn"),
     *("tokenizer_fingerprint", "template_fingerprint"),
-)
+}
 
 
-def token_rule(spec: Mapping[str, Any], code_version: str, software: Mapping[str, str]) -> str:
+def token_rule(spec: TokenizationSpec, code_version: str, software: Mapping[str, str]) -> str:
     """Return the fingerprint of all that the tokens of a row depend on, except its text."""
-    rule = {name: spec[name] for name in _RULE_FIELDS} | {"code_version": code_version, "software": dict(software)}
+    rule = spec.model_dump(include=_RULE_FIELDS) | {"code_version": code_version, "software": dict(software)}
     return fingerprint("token_rule", rule)
 
 

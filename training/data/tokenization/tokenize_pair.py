@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.config.fields import Role
 from training.contract.errors import TemplateError
+from training.contract.protocol.spec_files import TokenizationSpec
 from training.data.formats.messages import Message
 from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
 from training.data.templates.template_coverage import TemplateCoverage
@@ -47,11 +48,11 @@ class _Tokens:
 class PairEncoder:
     """Encodes pairs in batches. The template renders one conversation at a time; the tokenizer gets many texts at once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, spec: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, spec: TokenizationSpec) -> None:
         self._tokenizer, self._template, self._spec = tokenizer, template, spec
-        self._by_spans = spec["train_on"] == "assistant_turns"
-        self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
-        self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
+        self._by_spans = spec.train_on == "assistant_turns"
+        self._max_length, self._over_length = spec.max_length, OverLength(spec.over_length)
+        self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec.end_of_turn.items()}
         self._coverage = TemplateCoverage(template, self._by_spans)
         written = _texts_of(tokenizer, template)
         tokens = [token for token in cutting_tokens(tokenizer) if token in written]

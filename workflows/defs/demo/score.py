@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from assets.lineage.history import History
+from training.contract.protocol.artifacts import EVALUATION
 from workflows.cli.progress import at_work
 from workflows.defs.demo.make import right_answers
 from workflows.recipes.discovery import load_recipe
@@ -28,9 +29,7 @@ def main() -> None:
     pipeline = load_recipe(HERE).pipeline
     with at_work() as (services, instance):
         samples = (
-            History(instance, pipeline, services.store, assets=["evaluation"])
-            .artifact("evaluation")
-            .json("samples.json")
+            History(instance, pipeline, services.store, assets=["evaluation"]).artifact(EVALUATION).json("samples.json")
         )
     before, after = count_right(samples, "before"), count_right(samples, "after")
     print(f"right answers on {len(samples)} held-out prompts: {before} before, {after} after")

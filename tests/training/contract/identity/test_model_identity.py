@@ -19,7 +19,6 @@ from training.contract.identity.model_identity import (
     count_parameters,
     hash_tensors,
     weight_files,
-    weights_fingerprint,
     weights_identity,
 )
 
@@ -40,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def identity(folder: Path) -> str:
-    return weights_fingerprint(weights_identity(folder))
+    return weights_identity(folder).fingerprint
 
 
 def configure(folder: Path, **changes: object) -> None:

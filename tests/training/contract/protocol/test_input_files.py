@@ -19,7 +19,7 @@ from tests.training.contract.protocol.test_job import job_in
 from training.contract.config.recipe import Compute
 from training.contract.errors import DataError, ModelError
 from training.contract.identity.file_stamps import artifact_stamps, model_stamps, settled
-from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.input_files import InputFiles, check_inputs_unchanged, reading
 from training.contract.protocol.job import Input, Job
 from training.contract.store.manifest import Derivation
@@ -63,7 +63,7 @@ def pairs(tmp_path: Path) -> Input:
 @pytest.fixture
 def job(tmp_path: Path, model: Path, pairs: Input) -> Job:
     """Return a job as the launcher describes it, with stamps."""
-    of_model = Input(kind="reference_model", fingerprint=weights_fingerprint(weights_identity(model)), folder=model)
+    of_model = Input(kind="reference_model", fingerprint=weights_identity(model).fingerprint, folder=model)
     stamps = {"reference_model": model_stamps(model), "tokenized_pairs": artifact_stamps(pairs.folder)}
     inputs = {"reference_model": of_model, "tokenized_pairs": pairs}
     return job_in(tmp_path, "policy", Compute()).model_copy(update={"inputs": inputs, "stamps": stamps})
