@@ -1,4 +1,4 @@
-"""CPU time of everyday commands: `python -m tests.benchmarks.commands`.
+"""CPU time of everyday commands: `python -m benchmarks.commands`.
 
 A small recipe is run once in a temporary home. Then each command runs in a process of its own, in turn with `import dagster`,
 the measure beside it. Figures are medians of `--rounds` (by default 5), of user and system time. The last row packages the
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks.setting import ROOT, Failed, children_seconds, machine, table
+from benchmarks.setting import ROOT, Failed, children_seconds, machine, table
 from tests.workflows import question_pairs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 
