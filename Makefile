@@ -53,13 +53,13 @@ check: install
 
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
-	$(BIN)/python -m pytest -q -s tests/benchmarks/hashing.py tests/benchmarks/memo_lookup.py
-	$(BIN)/python -m tests.benchmarks.commands
-	$(BIN)/python -m tests.benchmarks.profile $(BENCH_DATA)
-	$(BIN)/python -m tests.benchmarks.growth
-	$(BIN)/python -m tests.benchmarks.short_prompts $(BENCH_DATA)
-	$(BIN)/python -m tests.benchmarks.preparation $(BENCH_DATA)
-	$(BIN)/python -m tests.benchmarks.training $(BENCH_DATA)
+	$(BIN)/python -m pytest -q -s benchmarks/hashing.py benchmarks/memo_lookup.py
+	$(BIN)/python -m benchmarks.commands
+	$(BIN)/python -m benchmarks.profile $(BENCH_DATA)
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.short_prompts $(BENCH_DATA)
+	$(BIN)/python -m benchmarks.preparation $(BENCH_DATA)
+	$(BIN)/python -m benchmarks.training $(BENCH_DATA)
 
 clean:
 	rm -rf $(VENV) .pedigree

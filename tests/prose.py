@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("assets", "docs", "mlflow", "tests", "training", "workflows")
+FOLDERS = ("assets", "benchmarks", "docs", "mlflow", "tests", "training", "workflows")
 _WORD = re.compile(r"[A-Za-z']+")
 
 

@@ -82,6 +82,6 @@ def test_module_names_have_no_retired_words() -> None:
 
 
 def test_folders_have_at_most_15_modules() -> None:
-    folders = {path.parent for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")] if "benchmarks" not in path.parts}
+    folders = {path.parent for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")]}
     crowded = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     assert not {folder: count for folder, count in crowded.items() if count > 15}

@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 
 from tests.faults.disturbed import RECIPE, CommandHost, Undisturbed, command_host, end_commands
-from tests.workflows.conftest import common_folder, demo_maker, small_recipe  # noqa: F401
+from tests.workflows.conftest import common_folder, small_recipe  # noqa: F401
 from tests.workflows.homes import Home, write_recipe
 
 

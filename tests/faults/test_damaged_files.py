@@ -7,13 +7,11 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.faults.disturbed import CACHES
-from tests.workflows.conftest import demo_maker  # noqa: F401
 from tests.workflows.homes import check_error
 from tests.workflows.in_process import Baseline, run_in
 from workflows.commands.run import materialize
@@ -76,8 +74,8 @@ FAULTS = list(itertools.product(ARTIFACTS, DAMAGES))
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:  # noqa: F811
-    with run_in(tmp_path_factory.mktemp("damaged"), demo_maker, {"damaged": RECIPE}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("damaged"), {"damaged": RECIPE}) as made:
         yield made
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import dagster as dg
@@ -20,9 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from assets.pipeline.pipeline import Services
-from tests.workflows.conftest import demo_maker  # noqa: F401
+from tests.factories import write_inputs
 from tests.workflows.homes import write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from training.contract.errors import PedigreeError, code_of
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
@@ -249,9 +248,9 @@ FAULTS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, demo_maker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (recipe := tmp_path / "hostile").mkdir()
-    write_inputs(recipe, demo_maker)
+    write_inputs(recipe)
     write_recipe(recipe, RECIPE)
     monkeypatch.chdir(tmp_path)  # of code that should not be executed
     return recipe

@@ -8,17 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.factories import write_inputs
 from tests.hub.server import Hub, serving
-from tests.workflows.conftest import demo_maker
 from tests.workflows.homes import ROOT, write_recipe
-from tests.workflows.in_process import write_inputs
+from tests.workflows.question_pairs import pairs
 
-__all__ = ["demo_maker"]
 TOKEN = "hf_a-secret-nobody-shall-find-anywhere"
 
 
@@ -84,16 +82,16 @@ def resident(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Res
 
 
 @pytest.fixture(scope="package")
-def inputs(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and its tokenizer in `base`, and rows in `preferences.jsonl`."""
     folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     return folder
 
 
 @pytest.fixture(scope="package")
-def rows(demo_maker: ModuleType) -> list[dict[str, Any]]:
-    return list(itertools.islice(demo_maker.pairs(), 0, 400, 17))
+def rows() -> list[dict[str, Any]]:
+    return list(itertools.islice(pairs(), 0, 400, 17))
 
 
 @pytest.fixture

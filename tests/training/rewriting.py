@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from tests import factories
 from tests.training.runs import settings
 from tests.training.worlds import TinyWorld
 from training.contract.config.recipe import Compute
@@ -31,13 +32,6 @@ SETTINGS: dict[JobKind, dict[str, Any]] = {
     "sft": SupervisedTuning(epochs=4, batch_size=8).model_dump(mode="json"),
     "evaluation": {"samples": 2, "max_new_tokens": 4, "loss": {"beta": 0.5}},
     "merge": {},
-}
-MADE: dict[JobKind, str] = {
-    "reference": "reference_logprobs",
-    "sft": "reference_model",
-    "merge": "merged_policy",
-    "policy": "policy",
-    "evaluation": "evaluation",
 }
 _READ: dict[JobKind, tuple[str, ...]] = {
     "policy": ("tokenized_pairs", "reference_logprobs", "reference_model"),
@@ -89,17 +83,14 @@ class Place:
                 folder = self.store.folder(name, fingerprint)
                 inputs[name] = Input(kind=name, fingerprint=fingerprint, folder=folder)
         read = {name: inputs[name] for name in _READ[kind]}
-        job = Job(
-            kind=kind,
-            artifact=MADE[kind],
-            code_version="1",
-            inputs=read,
-            settings=SETTINGS[kind] | (changes or {}),
-            locations={},
-            compute=Compute.model_validate({"device": "cpu", "processes_per_node": 2, **compute}),
+        job = factories.job(
+            kind,
+            self.root,
+            SETTINGS[kind] | (changes or {}),
+            read,
+            Compute.model_validate({"device": "cpu", "processes_per_node": 2, **compute}),
+            folder=f"jobs/{kind}",
             recipe={"name": "tiny"},
-            store=self.store.root,
-            folder=self.root / "jobs" / kind,
             stamps={n: (model_stamps if i.folder == base else artifact_stamps)(i.folder) for n, i in read.items()},
         )
         job.write()

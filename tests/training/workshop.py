@@ -4,17 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import factories
+from tests.factories import ON_CPU
 from training import main
 from training.contract.config.recipe import Compute
 from training.contract.files.local_files import DataFile, data_files
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.tokenizer_files import class_fields, tokenizer_files
-from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.protocol.job import Job, JobKind
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 from training.distributed import ALONE
 
-ON_CPU = Compute(device="cpu")
 # The places in a recipe that name them.
 NAMED = {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "chat_template")}
 
@@ -39,17 +40,15 @@ class Workshop:
         locations: dict[str, Any] | None = None,
     ) -> Job:
         """Return a job on artifacts or folders. The fingerprint of a folder is made from its name."""
-        job = Job(
-            kind=kind,
+        job = factories.job(
+            kind,
+            self.folder,
+            settings,
+            inputs,
+            self.compute,
+            folder=f"jobs/{artifact}",
             artifact=artifact,
-            code_version="1",
-            inputs={name: _as_input(name, source) for name, source in inputs.items()},
-            settings=settings,
             locations=locations or {},
-            compute=self.compute,
-            recipe={},
-            store=self.store,
-            folder=self.folder / "jobs" / artifact,
         )
         job.write()
         return job
@@ -98,9 +97,3 @@ def hashes_of(tokenizer: Path, chat_template: Path | None = None) -> dict[str, A
     hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
     template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
     return {"files": hashes, "chat_template": template, "config": class_fields(tokenizer)}
-
-
-def _as_input(name: str, source: Artifact | Path) -> Input:
-    if isinstance(source, Path):
-        return Input(kind=name, fingerprint=source.name.encode().hex()[:64].ljust(64, "0"), folder=source)
-    return Input(kind=source.manifest.kind, fingerprint=source.fingerprint, folder=source.folder)

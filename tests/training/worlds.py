@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
+from tests import factories
 from training.contract.config.recipe import Compute
 from training.contract.identity.fingerprint import KEY_BYTES
 from training.contract.protocol.job import Input, Job, JobKind
@@ -56,17 +55,14 @@ class TinyWorld:
             "base_model": self.model,
         }
         names = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
-        job = Job(
-            kind=kind,
-            artifact="reference_model" if kind == "sft" else "policy",
-            code_version="1",
-            inputs={name: Input(kind=name, fingerprint="0" * 64, folder=folders[name]) for name in names},
-            settings=settings,
-            locations={},
-            compute=Compute.model_validate({"device": "cpu", **compute}),
+        job = factories.job(
+            kind,
+            self.root / name,
+            settings,
+            {name: Input(kind=name, fingerprint="0" * 64, folder=folders[name]) for name in names},
+            Compute.model_validate({"device": "cpu", **compute}),
+            folder="folder",
             recipe={"name": "tiny"},
-            store=self.root / name / "store",
-            folder=self.root / name / "folder",
         )
         job.staging.mkdir(parents=True, exist_ok=True)
         job.write()
@@ -92,20 +88,8 @@ def build_world(
     arrange: Callable[[Examples], Examples] = list,
 ) -> TinyWorld:
     """Write a tiny world into `root`. `arrange` may change or reorder its examples before."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        attention_dropout=attention_dropout,
-        tie_word_embeddings=tied,
-    )
-    model = LlamaForCausalLM(config).eval()
+    shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.2}
+    model = factories.llama(**shape, attention_dropout=attention_dropout, tie_word_embeddings=tied)
     examples = arrange(_random_examples(train, validation))
     world = TinyWorld(root, examples)
     model.save_pretrained(world.model)
@@ -131,16 +115,11 @@ def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
 
 
 def _write_pairs(world: TinyWorld) -> None:
-    write_tokenizer(world.pairs / "tokenizer", [f"w{number}" for number in range(VOCABULARY)])
+    words = [f"w{number}" for number in range(VOCABULARY)]
+    factories.word_tokenizer(words).save_pretrained(world.pairs / "tokenizer")
     table = pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA)
     with pa.OSFile(str(world.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
         stream.write_table(table)
-
-
-def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
-    """Write a tokenizer of `words`. The id of a word is its index."""
-    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
 def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:

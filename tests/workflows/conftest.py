@@ -5,7 +5,6 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import dagster as dg
@@ -13,15 +12,9 @@ import pytest
 from filelock import FileLock
 
 from assets.pipeline.graph import GRAPH
-from tests.workflows import talk
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Checkout, Home, check_out, write_recipe
+from tests.workflows.question_pairs import make_model, pairs, write_data
 from tests.workflows.ticks import Conditions
-
-
-@pytest.fixture(scope="session")
-def demo_maker() -> ModuleType:
-    """Return the module that makes the tests' pairs, tokenizer and model, as `make.py` makes those of the demo."""
-    return talk
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +26,14 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 
 @pytest.fixture(scope="session")
-def small_recipe(common_folder: Path, demo_maker: ModuleType) -> Path:
+def small_recipe(common_folder: Path) -> Path:
     """Return a recipe folder of a user: recipe, pairs, and a base model with random weights."""
     folder = common_folder / "recipes" / "small"
     with FileLock(common_folder / "recipes.lock"):
         if not (folder / "defs.yaml").exists():  # written last: another process may have failed before
             folder.mkdir(parents=True, exist_ok=True)
-            tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
-            demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
+            tokenizer = write_data(folder, list(itertools.islice(pairs(), PAIRS)))
+            make_model(tokenizer).save_pretrained(folder / "base")
             write_recipe(folder, ATTRIBUTES)
     return folder
 

@@ -5,20 +5,16 @@ So the launcher here calls the function of a job's process, with one rank, and p
 Dagster's records are in memory, MLflow's in a SQLite file.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any, BinaryIO
 
 import dagster as dg
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_registry.files
 from assets.pipeline.graph import GRAPH
@@ -27,6 +23,7 @@ from model_registry.connection import connect
 from model_registry.package_model import package
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
+from tests.factories import write_inputs
 from tests.workflows.homes import write_recipe
 from training import main
 from training.contract.protocol.job import Job
@@ -34,8 +31,6 @@ from training.contract.store.store import Store
 from training.launch.engine import JobState
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
-
-PAIRS = 24
 
 
 @dataclass
@@ -121,13 +116,12 @@ class Baseline:
 @contextmanager
 def run_in(
     place: Path,
-    maker: ModuleType,
     recipes: dict[str, dict[str, Any]],
-    write: Callable[[Path, ModuleType], None] | None = None,
+    write: Callable[[Path], None] = write_inputs,
 ) -> Iterator[Baseline]:
     """Yield a home below `place` in which these recipes were run once, with packaging in this process.
 
-    `write` writes the inputs of a recipe, by default `write_inputs`.
+    `write` writes the inputs of a recipe.
     """
     home = place / "home"
     folders = {name: write_recipe(place / "recipes" / name, recipe) for name, recipe in recipes.items()}
@@ -135,26 +129,6 @@ def run_in(
         patch.setattr(model_registry.files, "_package", package)
         baseline = Baseline(home, services_in(home), instance, folders)
         for name, folder in folders.items():
-            (write or write_inputs)(folder, maker)
+            write(folder)
             baseline.run_once(name)
         yield baseline
-
-
-def write_inputs(folder: Path, maker: ModuleType) -> None:
-    """Write 24 pairs, the first 16 of opposites and the other 8 of capitals, a tokenizer, and a tiny random Llama."""
-    tokenizer = maker.write_data(folder, list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS])
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=maker.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(shape).save_pretrained(folder / "base")

@@ -9,8 +9,9 @@ import pytest
 
 from assets.execution.asset_context import AssetContext
 from assets.execution.interruption import explain_interruption, naming_checkpoint, with_stack_traces
+from tests import factories
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from training.contract.protocol.job import Job, checkpoints_of
+from training.contract.protocol.job import checkpoints_of
 from workflows.orchestration.resources import build_services
 from workflows.recipes.discovery import load_recipe
 
@@ -39,18 +40,7 @@ def test_interrupted_run_ends_without_stack_traces(tmp_path: Path, is_command: b
 @pytest.mark.parametrize("steps", [[], [50, 57]])
 def test_interrupted_job_names_its_last_complete_checkpoint(tmp_path: Path, steps: list[int]):
     pipeline = load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES)).pipeline
-    job = Job(
-        kind="policy",
-        artifact="policy",
-        code_version="1",
-        inputs={},
-        settings={},
-        locations={},
-        compute=pipeline.recipe.compute,
-        recipe={},
-        store=tmp_path / "store",
-        folder=tmp_path / "job",
-    )
+    job = factories.job("policy", tmp_path, compute=pipeline.recipe.compute)
     for step in steps:
         (checkpoints_of(job.checkpoints, job.derivation) / f"step-{step:08d}").mkdir(parents=True)
     (checkpoints_of(job.checkpoints, job.derivation) / "step-00000058.partial").mkdir(parents=True)

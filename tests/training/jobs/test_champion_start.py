@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests import factories
 from tests.training.runs import losses, naive_losses, settings, shift_reference, told, tune
-from tests.training.worlds import VOCABULARY, write_tokenizer
+from tests.training.worlds import VOCABULARY
 from training.contract.errors import TrainingError
 from training.contract.identity.tokenizer_files import tokenizer_files
 from training.contract.protocol.job import Job
@@ -72,13 +73,13 @@ def test_resumed_policy_from_champion_skips_the_reference_check(tiny_world, cham
     ids=["other numbers", "fewer"],
 )
 def test_policy_from_champion_with_other_token_ids_raises(tiny_world, champion, words: list[str], message: str):
-    write_tokenizer(champion[0], words)
+    factories.word_tokenizer(words).save_pretrained(champion[0])
     with pytest.raises(TrainingError, match=rf"{message}.*\[champion-tokenizer\]"):
         tune(starting_from(tiny_world, champion))
 
 
 def test_policy_from_champion_with_more_tokens_trains(tiny_world, champion):
-    write_tokenizer(champion[0], [f"w{n}" for n in range(VOCABULARY + 3)])
+    factories.word_tokenizer([f"w{n}" for n in range(VOCABULARY + 3)]).save_pretrained(champion[0])
     job = starting_from(tiny_world, champion, max_steps=1)
     tune(job)
     assert len(losses(job)) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import training
+from tests import factories
 from training.contract.config.recipe import Compute
 from training.contract.protocol.job import Job
 
@@ -21,17 +22,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def make(act: str, ranks: int = 1, nodes: int = 1) -> Job:
-        return Job(
-            kind="policy",
-            artifact="policy",
-            code_version="1",
-            inputs={},
-            settings={"act": act},
-            locations={},
-            compute=Compute(processes_per_node=ranks, nodes=nodes, device="cpu", grace_seconds=1),
-            recipe={},
-            store=tmp_path / "store",
-            folder=tmp_path / "job",
-        )
+        compute = Compute(processes_per_node=ranks, nodes=nodes, device="cpu", grace_seconds=1)
+        return factories.job("policy", tmp_path, {"act": act}, compute=compute)
 
     return make

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training.model.architectures import GPT2, MULTIMODAL, build, build_multimodal
 from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
@@ -20,17 +21,8 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=0.3,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = factories.llama(vocab_size=32, hidden_size=16, attention_dropout=0.3, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

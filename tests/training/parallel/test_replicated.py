@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests import factories
 from training.checkpoint.tensor_slices import LocalRows
 from training.contract.config.fields import Dtype
 from training.contract.config.training import Adapter
@@ -16,9 +17,8 @@ from training.parallel.replicated import Replicated
 
 
 def params(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:
-    config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    factories.llama(**shape | sizes).save_pretrained(folder)
     return Replicated(TrainModelSpec(folder, precision), Placement(ALONE, copies=1))
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import factories
 from tests.training.runs import on_two_ranks
 from training.contract.config.recipe import Parallel
 from training.contract.config.training import Adapter
@@ -23,9 +23,9 @@ def folder(tmp_path_factory) -> Path:
     """Return a model of 1,976 parameters: embeddings and head of 100 x 8, attention of 4 x 8 x 8, an MLP of 3 x 8 x 4 and
     three norms of 8."""
     model_folder: Path = tmp_path_factory.mktemp("model")
-    config = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    LlamaForCausalLM(LlamaConfig(**config, **heads)).save_pretrained(model_folder)
+    sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
+    model = factories.llama(**sizes, num_attention_heads=2, tie_word_embeddings=False)
+    model.save_pretrained(model_folder)
     return model_folder
 
 

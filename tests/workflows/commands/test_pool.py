@@ -190,9 +190,9 @@ def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("canceled", [False, True], ids=["", "after it was marked as canceled"])
-def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, demo_maker, caplog, canceled):
+def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, caplog, canceled):
     """The work before the pool is done by then, and kept."""
-    with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as baseline:
+    with run_in(tmp_path, {"plain": PLAIN}) as baseline:
         write_recipe(baseline.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
         loaded = load_recipe(baseline.folders["plain"])
         with taken(instance), interrupted_when_it_waits(caplog, marked=canceled and instance):

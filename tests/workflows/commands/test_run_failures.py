@@ -25,8 +25,9 @@ from model_registry.model_version import Version
 from model_registry.registry import Registry
 from model_registry.tracked_run import TrackedRun
 from model_registry.tracking import Tracker
+from tests.factories import write_inputs
 from tests.workflows.homes import check_error, check_values, write_recipe
-from tests.workflows.in_process import Ended, InProcess, services_in, write_inputs
+from tests.workflows.in_process import Ended, InProcess, services_in
 from training.contract.errors import RegistryUnavailable
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
@@ -42,9 +43,9 @@ def services(tmp_path, packaged_here) -> Services:
 
 
 @pytest.fixture
-def folder(tmp_path, demo_maker) -> Path:
+def folder(tmp_path) -> Path:
     (tmp_path / "split").mkdir()
-    write_inputs(tmp_path / "split", demo_maker)
+    write_inputs(tmp_path / "split")
     return tmp_path / "split"
 
 

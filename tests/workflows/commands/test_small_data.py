@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from assets.bodies.checks import DIFFERENCE
+from tests.factories import PAIRS, write_inputs
 from tests.workflows.homes import Home, check_error, check_values, write_recipe
-from tests.workflows.in_process import PAIRS, Baseline, run_in, write_inputs
+from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import DataError, ModelError, UsageError
 from workflows.cli import tables
@@ -29,8 +29,8 @@ MOVED = {**PLAIN, "training": {"epochs": 20, "batch_size": 4, "optimizer": {"lea
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("small_data"), demo_maker, {"still": STILL, "moved": MOVED}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("small_data"), {"still": STILL, "moved": MOVED}) as made:
         yield made
 
 
@@ -77,12 +77,10 @@ def planned_policy(baseline: Baseline, folder: Path, attributes: dict[str, Any])
 
 
 @pytest.mark.slow
-def test_plan_notes_that_a_training_will_change_nothing(
-    baseline: Baseline, tmp_path: Path, demo_maker: ModuleType
-) -> None:
+def test_plan_notes_that_a_training_will_change_nothing(baseline: Baseline, tmp_path: Path) -> None:
     """The same pairs, another seed: a policy that was never trained."""
     (tmp_path / "still").mkdir()
-    write_inputs(tmp_path / "still", demo_maker)
+    write_inputs(tmp_path / "still")
     found = planned_policy(baseline, tmp_path / "still", {**STILL, "training": {"seed": 1}})
     assert found.action == "compute"
     [note] = found.notes
@@ -94,27 +92,23 @@ def test_plan_notes_that_a_training_will_change_nothing(
 
 
 @pytest.mark.slow
-def test_recipe_that_init_proposes_plans_without_a_note(
-    baseline: Baseline, tmp_path: Path, demo_maker: ModuleType
-) -> None:
+def test_recipe_that_init_proposes_plans_without_a_note(baseline: Baseline, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    write_inputs(tmp_path / "own", demo_maker)
+    write_inputs(tmp_path / "own")
     file = init_recipe(tmp_path / "own", str(tmp_path / "own" / "preferences.jsonl"), str(tmp_path / "own" / "base"))
     pipeline = load_recipe(file.parent).pipeline
     found = {each.asset: each for each in plan(pipeline, baseline.services, baseline.instance)}
     assert (found["policy"].action, found["policy"].notes) == ("compute", ())
 
 
-def test_init_writes_data_model_and_what_is_proposed_for_them(
-    tmp_path: Path, demo_maker: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_writes_data_model_and_what_is_proposed_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 rows, of which a tenth is held out: 22 pairs, 6 steps an epoch of batches of 4, 10 epochs at the most.
 
     The model has some thousands of parameters, so its learning rate is at the limit. Data outside the folder have an absolute
     path.
     """
     (tmp_path / "my-model").mkdir()
-    write_inputs(tmp_path / "my-model", demo_maker)
+    write_inputs(tmp_path / "my-model")
     odd = tmp_path / 'a: {"b"} #.jsonl'
     (tmp_path / "my-model" / "preferences.jsonl").rename(odd)
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import dagster as dg
@@ -20,9 +19,10 @@ from assets.pipeline.graph import GRAPH
 from model_registry.gate import GateMetric
 from model_registry.package_model import package
 from model_registry.registry import Registry
+from tests.factories import write_inputs
 from tests.workflows import edits
 from tests.workflows.homes import check_error, check_values, latest, write_recipe
-from tests.workflows.in_process import Baseline, services_in, write_inputs
+from tests.workflows.in_process import Baseline, services_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import UsageError, without_code
 from training.contract.identity.fingerprint import short
@@ -51,12 +51,12 @@ WRONG, WRONG_OVER_CHAMPIONS = GateMetric.ERROR_RATE, GateMetric.ERROR_RATE_OVER_
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     """Run the recipe, plan and run the first variant, then run the second."""
     place = tmp_path_factory.mktemp("sweep")
     (home := place / "home").mkdir()
     folder = place / "recipes" / "sweep"
-    write_inputs(write_recipe(folder, SWEEP), demo_maker)
+    write_inputs(write_recipe(folder, SWEEP))
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         patch.setattr(model_registry.files, "_package", package)  # in this process instead of one of its own
         yield Baseline(home, services_in(home), instance, {"sweep": folder})

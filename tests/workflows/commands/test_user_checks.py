@@ -13,8 +13,9 @@ import pytest
 from assets.execution.interruption import INTERRUPTED
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, ROOT, check_values, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from training.contract.errors import UsageError
 from workflows.commands.run import materialize
 from workflows.commands.run_report import CheckRun, RunReport
@@ -46,10 +47,10 @@ def beside(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def small(tmp_path, demo_maker) -> LoadedRecipe:
+def small(tmp_path) -> LoadedRecipe:
     folder = tmp_path / "small"
     folder.mkdir()
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     return load_recipe(write_recipe(folder, ATTRIBUTES))
 
 

@@ -2,7 +2,6 @@
 
 import datetime
 from pathlib import Path
-from types import ModuleType
 
 import dagster as dg
 import pytest
@@ -10,8 +9,8 @@ from dagster._core.definitions.freshness import CronFreshnessPolicy
 
 from assets.pipeline.graph import GRAPH
 from assets.views.pages import SERVED_VARIABLE
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from tests.workflows.in_process import write_inputs
 from workflows.orchestration.resources import dagster_instance, io_manager, services
 from workflows.recipes.discovery import load_recipe
 
@@ -23,9 +22,9 @@ def definitions(folder: Path, **changes: object) -> dg.Definitions:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, demo_maker: ModuleType) -> Path:
+def folder(tmp_path: Path) -> Path:
     (place := tmp_path / "recipe").mkdir()
-    write_inputs(place, demo_maker)
+    write_inputs(place)
     return place
 
 

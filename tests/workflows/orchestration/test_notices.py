@@ -11,8 +11,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, ROOT, check_error, check_values, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
@@ -40,15 +41,13 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_example_of_notices_reports_failures_and_versions(
-    tmp_path: Path, demo_maker, packaged_here, notices: list[str]
-):
+def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, packaged_here, notices: list[str]):
     example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     sensors: dict[str, Any] = {}
     exec(example, sensors)
     folder = tmp_path / "small"
     folder.mkdir()
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     recipe = load_recipe(write_recipe(folder, ATTRIBUTES))
     (tmp_path / "home").mkdir()
     services = services_in(tmp_path / "home")

@@ -2,15 +2,15 @@
 
 import logging
 from pathlib import Path
-from types import ModuleType
 
 import dagster as dg
 import pyarrow as pa
 import pytest
 
 from assets.pipeline.graph import GRAPH
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from workflows.orchestration.resources import io_manager
 from workflows.orchestration.smoke_run import _select_longest, smoke_run
 from workflows.recipes.discovery import LoadedRecipe, load_recipe
@@ -20,10 +20,10 @@ SFT = {"model": "./base", "sft": {"epochs": 50}}
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, demo_maker: ModuleType) -> LoadedRecipe:
+def loaded(tmp_path: Path) -> LoadedRecipe:
     folder = tmp_path / "recipe"
     folder.mkdir()
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     training = {**ATTRIBUTES["training"], "max_steps": None, "epochs": 2, "batch_size": 2}
     return load_recipe(write_recipe(folder, {**ATTRIBUTES, "training": training, "reference": SFT}))
 

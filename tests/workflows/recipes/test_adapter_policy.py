@@ -4,7 +4,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlflow.transformers
@@ -16,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from assets.pipeline.graph import GRAPH
 from model_registry.model_version import ROLLED_BACK_TAG
+from tests.factories import write_inputs
 from tests.workflows.homes import check_values, write_recipe
-from tests.workflows.in_process import Baseline, run_in, write_inputs
+from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_identity
 from training.contract.store.store import Artifact
@@ -40,8 +40,8 @@ ADAPTED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("adapted"), demo_maker, {"adapted": ADAPTED}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("adapted"), {"adapted": ADAPTED}) as made:
         yield made
 
 
@@ -136,10 +136,10 @@ def spoil(file: Path, content: bytes) -> None:
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo_maker: ModuleType, tmp_path: Path):
+def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, tmp_path: Path):
     later = {**ADAPTED, "reference": {"model": "models:/adapted@champion"}, "release": {"model_name": "later"}}
     folder = write_recipe(tmp_path / "later", later)
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     loaded = load_recipe(folder)
     report = materialize(loaded, baseline.services, baseline.instance)
     assert report.succeeded, report

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlflow.transformers
@@ -11,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.factories import write_inputs
 from tests.training.model.architectures import LINEAR, WINDOW, build_multimodal
 from tests.workflows.homes import write_recipe
-from tests.workflows.in_process import Baseline, run_in, write_inputs
+from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.question_pairs import VOCABULARY
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_identity
 from workflows.commands.run import materialize
@@ -38,18 +39,18 @@ RECIPES: dict[str, dict[str, Any]] = {
 PROCESSOR = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}}
 
 
-def write_multimodal_inputs(folder: Path, maker: ModuleType) -> None:
+def write_multimodal_inputs(folder: Path) -> None:
     """Write the usual tokenizer and pairs. The base is a tiny model of the kind that is the recipe's name."""
-    write_inputs(folder, maker)
+    write_inputs(folder)
     kind, changes, _ = MODELS[folder.name]
-    sizes = {"vocab_size": maker.VOCABULARY, "max_position_embeddings": 256}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
     build_multimodal(kind, changes | sizes).save_pretrained(folder / "base")
     (folder / "base" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("multimodal"), demo_maker, RECIPES, write_multimodal_inputs) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("multimodal"), RECIPES, write_multimodal_inputs) as made:
         yield made
 
 
@@ -82,10 +83,10 @@ def test_it_is_verified(baseline: Baseline, name: str):
     assert found.ok, found
 
 
-def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, demo_maker: ModuleType, tmp_path: Path):
+def test_the_champion_is_a_reference_for_another_recipe(baseline: Baseline, tmp_path: Path):
     later = {**RECIPES["whole"], "reference": {"model": "models:/whole@champion"}, "release": {"model_name": "later"}}
     folder = write_recipe(tmp_path / "later", later)
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     report = materialize(load_recipe(folder), baseline.services, baseline.instance)
     assert report.succeeded, report
     made = {asset.asset: asset.fingerprint for asset in report.assets}

@@ -13,8 +13,9 @@ import yaml
 
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, Home, check_error, check_values, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from training.contract.config.recipe import Recipe
 from training.contract.errors import RecipeError, UsageError
 from workflows.cli import progress
@@ -182,12 +183,12 @@ class _CtrlC:
         time.sleep(30)
 
 
-def test_ctrl_c_stops_all_recipes(home, tmp_path, monkeypatch, demo_maker):
+def test_ctrl_c_stops_all_recipes(home, tmp_path, monkeypatch):
     def interrupted(path: Path, *_: object) -> Services:
         return replace(services_in(path), engine=_CtrlC())
 
     folder = write_recipe(tmp_path / "sweep", SWEEP)
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     monkeypatch.setattr(progress, "build_services", interrupted)
     done = home.invoke("run", str(folder), "--variants", "--select", "raw_preferences")
     assert done.exit_code == 1

@@ -5,8 +5,9 @@ import pytest
 from markdown_it import MarkdownIt
 
 from assets.views.metadata import verbatim
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
@@ -20,10 +21,10 @@ def test_nothing_ends_the_block_of_a_text(tildes):
     assert [block.type for block in blocks] == ["fence", "fence"]
 
 
-def test_a_chat_template_is_shown_and_not_rendered(tmp_path, demo_maker):
+def test_a_chat_template_is_shown_and_not_rendered(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "recipe").mkdir()
-    write_inputs(tmp_path / "recipe", demo_maker)
+    write_inputs(tmp_path / "recipe")
     own = (tmp_path / "recipe" / "base" / "chat_template.jinja").read_text()
     (tmp_path / "recipe" / "closing.jinja").write_text(CLOSING + own)
     tokenization = {**ATTRIBUTES["tokenization"], "chat_template": "closing.jinja"}

@@ -8,8 +8,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, Checkout, Home, write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import services_in
 from training.contract.identity import file_hashing
 from training.contract.protocol.events import read_events
 from workflows.commands.run import materialize
@@ -23,10 +24,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_hashing, "_BETWEEN_SECONDS", 0.0)
 
 
-def test_slow_hashing_of_an_asset_and_a_job_is_logged_and_reported(tmp_path: Path, demo_maker):
+def test_slow_hashing_of_an_asset_and_a_job_is_logged_and_reported(tmp_path: Path):
     folder = tmp_path / "small"
     folder.mkdir()
-    write_inputs(folder, demo_maker)
+    write_inputs(folder)
     events: list[dict[str, Any]] = []
     services = replace(services_in(tmp_path / "home"), listener=events.append)
     with dg.DagsterInstance.ephemeral() as instance:

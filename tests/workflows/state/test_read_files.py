@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from assets.pipeline.graph import GRAPH
+from tests.factories import write_inputs
 from tests.workflows.homes import ROOT, write_recipe
-from tests.workflows.in_process import run_in, write_inputs
+from tests.workflows.in_process import run_in
 from tests.workflows.state.test_truth_table import PLAIN
 
 pytestmark = pytest.mark.slow
@@ -81,9 +81,9 @@ def _events(descriptor: int) -> Iterator[tuple[int, str]]:
             at += size
 
 
-def write_everything(folder: Path, maker: ModuleType) -> None:
+def write_everything(folder: Path) -> None:
     """Write a base in several files, with every kind of file of the table, and with other files."""
-    write_inputs(folder, maker)
+    write_inputs(folder)
     base = folder / "base"
     model = AutoModelForCausalLM.from_pretrained(base)
     (base / "model.safetensors").unlink()
@@ -101,15 +101,15 @@ def write_everything(folder: Path, maker: ModuleType) -> None:
         (base / name).write_text("{}")
 
 
-def test_every_opened_file_is_in_the_table(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> None:
+def test_every_opened_file_is_in_the_table(tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.mktemp("read")
     attributes = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
     folder = write_recipe(place / "recipes" / "every", attributes)
-    write_everything(folder, demo_maker)
+    write_everything(folder)
     base = folder / "base"
     with (
         opened([base, base / "additional_chat_templates"]) as names,
-        run_in(place, demo_maker, {"every": attributes}, write=lambda folder, maker: None) as baseline,
+        run_in(place, {"every": attributes}, write=lambda folder: None) as baseline,
     ):
         version = baseline.services.registry.resolve("models:/plain/1")
         shipped = {path.relative_to(version).as_posix() for path in version.rglob("*") if path.is_file()}

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config, pipel
 from tests.workflows.edits import change_json
 from tests.workflows.homes import check_error, check_values
 from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.question_pairs import conversation, write_data
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import ModelError
 from workflows.commands.inspect_pair import inspect_row
@@ -38,8 +38,8 @@ FEW = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("released"), demo_maker, {"plain": FEW}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("released"), {"plain": FEW}) as made:
         yield made
 
 
@@ -187,15 +187,13 @@ def planned(baseline: Baseline, folder: Path) -> Any:
     return plan(load_recipe(folder).pipeline, baseline.services, baseline.instance)
 
 
-def of_olmo(folder: Path, maker: ModuleType) -> None:
+def of_olmo(folder: Path) -> None:
     """Write `base`, an OLMo 2, and `tok`, the same tokenizer files without a model's config.json beside them."""
     rows = [
-        maker.conversation(
-            f"What is in town {n}? I have 2023 crowns.", f"It costs $1,650 ({650841823 + n}).", f"No {n}."
-        )
+        conversation(f"What is in town {n}? I have 2023 crowns.", f"It costs $1,650 ({650841823 + n}).", f"No {n}.")
         for n in range(16)
     ]
-    tokenizer = maker.write_data(folder, rows)
+    tokenizer = write_data(folder, rows)
     content = Tokenizer.from_file(str(folder / "base" / "tokenizer.json"))
     split = pre_tokenizers.Split(Regex(IN_THREES), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -210,12 +208,10 @@ def of_olmo(folder: Path, maker: ModuleType) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
 
 
-def test_tokens_of_a_tokenizer_whose_class_config_json_decides(
-    tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType
-) -> None:
+def test_tokens_of_a_tokenizer_whose_class_config_json_decides(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The same tokenizer files give other ids beside a config.json of OLMo 2, so a move there tokenizes again."""
     attributes = {**FEW, "tokenization": {"tokenizer": "./tok"}, "release": {"model_name": "olmo"}}
-    with run_in(tmp_path_factory.mktemp("olmo"), demo_maker, {"olmo": attributes}, of_olmo) as baseline:
+    with run_in(tmp_path_factory.mktemp("olmo"), {"olmo": attributes}, of_olmo) as baseline:
         folder = baseline.folders["olmo"]
         of_gpt2 = ids_of_row(baseline, folder)
         assert of_gpt2 == own_ids(folder, "tok")

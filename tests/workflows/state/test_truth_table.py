@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -34,6 +33,7 @@ from pydantic import BaseModel
 from assets.inputs.current import ROOTS
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
+from tests.factories import PAIRS
 from tests.workflows import edits
 from tests.workflows.edits import (
     Edit,
@@ -48,7 +48,7 @@ from tests.workflows.edits import (
     template,
 )
 from tests.workflows.homes import latest
-from tests.workflows.in_process import PAIRS, Baseline, run_in, services_in
+from tests.workflows.in_process import Baseline, run_in, services_in
 from training.contract.config.loss import Divergence, LossTerm
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
@@ -77,8 +77,8 @@ TUNED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("truth"), demo_maker, {"plain": PLAIN, "tuned": TUNED}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("truth"), {"plain": PLAIN, "tuned": TUNED}) as made:
         yield made
 
 

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from assets.pipeline.pipeline import Services
+from tests.factories import PAIRS
 from tests.workflows.edits import Sandbox, another_device, software
 from tests.workflows.homes import check_values
-from tests.workflows.in_process import PAIRS, Baseline, run_in
+from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.protocol.events import Event
 from training.data.tokenization.tokenize_pair import PairEncoder
@@ -35,8 +35,8 @@ BELOW = ("policy", "evaluation", "released_model")
 
 
 @pytest.fixture
-def baseline(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("upgraded"), demo_maker, {"plain": FEW}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with run_in(tmp_path_factory.mktemp("upgraded"), {"plain": FEW}) as made:
         yield made
 
 

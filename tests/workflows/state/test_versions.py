@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 import dagster as dg
@@ -44,8 +43,8 @@ RECIPE = {**PLAIN, "data": {**PLAIN["data"], "validation_fraction": 0.5}, "train
 
 
 @pytest.fixture
-def baseline(tmp_path: Path, demo_maker: ModuleType) -> Iterator[Baseline]:
-    with run_in(tmp_path, demo_maker, {"plain": RECIPE}) as made:
+def baseline(tmp_path: Path) -> Iterator[Baseline]:
+    with run_in(tmp_path, {"plain": RECIPE}) as made:
         yield made
 
 

@@ -4,15 +4,13 @@ import os
 from pathlib import Path
 from typing import get_args
 
+from tests import factories
 from training.contract.config.recipe import Compute
 from training.contract.protocol.job import Job, JobKind
 
 
 def job_in(folder: Path, kind: JobKind, compute: Compute) -> Job:
-    return Job(
-        kind=kind, artifact="policy", code_version="1", inputs={}, settings={"seed": 0}, locations={},
-        compute=compute, recipe={}, store=folder / "store", folder=folder / "jobs" / "one",
-    )  # fmt: skip
+    return factories.job(kind, folder, {"seed": 0}, compute=compute)
 
 
 def test_write_replaces_the_file_in_one_step(tmp_path: Path):

@@ -7,10 +7,8 @@ import time
 from functools import partial
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
+from tests import factories
 from training.contract.errors import TemplateError
 from training.contract.system.child_process import MEMORY_BYTES, MemoryExceeded, run_in_child
 from training.data.templates import render_limits
@@ -32,7 +30,7 @@ TIME = [NESTED, "{{ 9 ** (9 ** 9) }}", "{{ messages | length ** (9 ** 9) * 7 ** 
 
 
 def template(text: str) -> ChatTemplate:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    tokenizer = factories.word_tokenizer(["a"])
     tokenizer.chat_template = text
     return ChatTemplate(tokenizer, {})
 

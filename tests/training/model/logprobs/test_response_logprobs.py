@@ -10,11 +10,10 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 
+from tests import factories
 from training.contract.errors import ModelError
 from training.model.attention.shared_prefix import TokenSequence
 from training.model.load import load_model
@@ -56,10 +55,7 @@ def per_sequence(logprobs: LogProbs) -> list[np.ndarray]:
 def with_rope(kind: str, **fields: object) -> PreTrainedModel:
     """Return a float64 model trained for 16 positions; heads of size 8 have four frequencies."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **fields}
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=rope)).double().eval()
+    model = factories.llama(num_hidden_layers=1, max_position_embeddings=16, rope_parameters=rope).double()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)

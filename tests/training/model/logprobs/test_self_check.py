@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from tests import factories
 from tests.training.model.architectures import build
 from tests.training.runs import settings
 from tests.training.worlds import VOCABULARY, TinyWorld
@@ -19,10 +20,8 @@ from training.main import WORK
 from training.model.logprobs.self_check import check_exact, tiny_groups
 
 
-def llama(**changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=61, initializer_range=0.3, **shape, **changes)).eval()
+def llama(**fields: Any) -> PreTrainedModel:
+    return factories.llama(**{"vocab_size": 61, "initializer_range": 0.3, "num_key_value_heads": 4, **fields})
 
 
 @pytest.fixture

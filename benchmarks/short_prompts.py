@@ -1,4 +1,4 @@
-"""The comparison of training.py on short prompts: `python -m tests.benchmarks.short_prompts DATA`.
+"""The comparison of training.py on short prompts: `python -m benchmarks.short_prompts DATA`.
 
 Instructions of a line or two with answers of a sentence: padding and repeated prompts cost TRL least here. The ratios have no
 limit. Losses and rewards of every step must agree all the same: exit status 1 if not.
@@ -6,9 +6,9 @@ limit. Losses and rewards of every step must agree all the same: exit status 1 i
 
 import sys
 
-from tests.benchmarks.setting import machine
-from tests.benchmarks.training import STEP_TOLERANCE, arguments_of, compare, costs_table, operations_of, step_difference
-from tests.benchmarks.workload import short_rows
+from benchmarks.setting import machine
+from benchmarks.training import STEP_TOLERANCE, arguments_of, compare, costs_table, operations_of, step_difference
+from benchmarks.workload import short_rows
 
 
 def main() -> int:

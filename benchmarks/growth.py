@@ -1,4 +1,4 @@
-"""Growth of the cost of two jobs with data and model: `python -m tests.benchmarks.growth`.
+"""Growth of the cost of two jobs with data and model: `python -m benchmarks.growth`.
 
 Random tokens and a small random Llama (hidden 128, 2 layers, vocabulary 4,096), 64 pairs of a prompt of 64 tokens with two
 responses of 64, one epoch in batches of 8, float32 on the CPU. From there each of three quantities grows alone, fourfold
@@ -20,11 +20,10 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.benchmarks.setting import machine, run, table
-from tests.benchmarks.workload import Workload, policy_job, publish_pairs, reference_job
+from benchmarks.setting import machine, run, table
+from benchmarks.workload import Workload, policy_job, publish_pairs, reference_job
+from tests import factories
 from training.contract.config.training import Training
 from training.contract.store.store import Store
 
@@ -110,18 +109,9 @@ def main() -> int:
 
 
 def _write_model(point: Point, folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=point.vocabulary,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": point.vocabulary, "hidden_size": 128, "intermediate_size": 352}
+    model = factories.llama(**sizes, max_position_embeddings=2048, tie_word_embeddings=False)
+    model.save_pretrained(folder)
 
 
 def _made_up(point: Point) -> list[tuple[list[int], list[int], list[int]]]:

@@ -1,4 +1,4 @@
-"""Training on a GPU, this project and TRL: `python -m tests.benchmarks.gpu`.
+"""Training on a GPU, this project and TRL: `python -m benchmarks.gpu`.
 
 A Llama of 1.1 billion random parameters, made-up pairs in batches of 16, in micro-batches of 4,096 tokens, bfloat16 with
 float32 master weights, AdamW; no activation is computed twice. Every side is a process of its own: our training job eager and
@@ -33,16 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.benchmarks.gpu_attention import errors
-from tests.benchmarks.gpu_setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
-from tests.benchmarks.operations import least
-from tests.benchmarks.setting import Failed, machine, run, table
-from tests.benchmarks.workload import (
+from benchmarks.gpu_attention import errors
+from benchmarks.gpu_setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
+from benchmarks.operations import least
+from benchmarks.setting import Failed, machine, run, table
+from benchmarks.workload import (
     ON_CPU,
     Workload,
     batches,
@@ -51,6 +48,7 @@ from tests.benchmarks.workload import (
     reference_job,
     training_settings,
 )
+from tests import factories
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
 from training.contract.store.store import Artifact, Store
@@ -78,10 +76,8 @@ def prepare(size: Size, workload: Workload) -> Artifact:
     torch.manual_seed(0)
     config = configuration(size)
     LlamaForCausalLM(config).save_pretrained(workload.base)
-    words = Tokenizer(WordLevel({word(token): token for token in range(size.vocabulary)}, unk_token=word(END)))
-    words.pre_tokenizer = WhitespaceSplit()
-    end = word(END)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, pad_token=end).save_pretrained(workload.base)
+    words = [word(token) for token in range(size.vocabulary)]
+    factories.word_tokenizer(words, eos_token=word(END), pad_token=word(END)).save_pretrained(workload.base)
     made = made_up(size)
     artifact = publish_pairs(made, Store(workload.folder / "store"), {"size": str(size)})
     pairs, steps = Pairs.open(artifact.folder), batches_of(size, artifact)

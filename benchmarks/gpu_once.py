@@ -1,11 +1,11 @@
-"""All checks of this project that need a GPU, in one command: `python -m tests.benchmarks.gpu_once OUT`.
+"""All checks of this project that need a GPU, in one command: `python -m benchmarks.gpu_once OUT`.
 
 For a machine that is lent for minutes and may be taken back at any time. Each part is a process of its own with a time limit,
 and prints to a file in OUT while it runs. A part that fails or is late does not stop the others. The end of each part is
 appended to OUT/parts.jsonl.
 
     tests       the quick tests marked `gpu`: is it right
-    benchmark   tests/benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
+    benchmark   benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
     compiler    tests marked `gpu` that compile
 
 It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout and
@@ -22,8 +22,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.benchmarks.gpu_setting import SIZES
-from tests.benchmarks.setting import ROOT
+from benchmarks.gpu_setting import SIZES
+from benchmarks.setting import ROOT
 
 _PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150"]
 # Import no other module: it may need a library, or a version of one, that is missing.
@@ -50,7 +50,7 @@ class End:
 
 def parts(out: Path, size: str, device: str) -> list[Part]:
     """Return the parts, the most important first; their limits sum to 570 seconds."""
-    benchmark = ["-m", "tests.benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
+    benchmark = ["-m", "benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
     return [
         Part("tests", [*_PYTEST, "-n", str(min(5, os.cpu_count() or 1)), "-m", "gpu and not slow"], 150),
         Part("benchmark", [*benchmark, "--record", str(out / "sides.jsonl")], 320),

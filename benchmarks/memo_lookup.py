@@ -1,6 +1,6 @@
 """Time and memory for looking up ten million sequences.
 
-    python -m pytest tests/benchmarks/memo_lookup.py -s
+    python -m pytest benchmarks/memo_lookup.py -s
 
 Keys are random, as hashes are; half of the requested ones are known. Each measurement has its own process, and so its own
 memory. Anonymous memory is what the machine must have; mapped files can be given back at any time.

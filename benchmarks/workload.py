@@ -16,10 +16,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
+from benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
+from tests import factories
 from tests.training.workshop import Workshop
 from training.contract.config.fields import Dtype
 from training.contract.config.recipe import Compute, Reference, Tokenization
@@ -146,21 +146,10 @@ def _write_base(tokenizer_folder: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = CHATML
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    model = factories.llama(**sizes, **special, max_position_embeddings=2048, tie_word_embeddings=False)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

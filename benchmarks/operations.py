@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from tests.benchmarks.workload import batches, training_settings
+from benchmarks.workload import batches, training_settings
 from training.data.tokenization.pair_dataset import SIDES, Pairs
 from training.model.attention.shared_prefix import PackedRow, TokenSequence, build_row
 from training.model.logprobs.head import head_of

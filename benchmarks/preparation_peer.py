@@ -1,4 +1,4 @@
-"""The peer's side of preparation.py: `python -m tests.benchmarks.preparation_peer TOKENIZER ROWS MAX_LENGTH`.
+"""The peer's side of preparation.py: `python -m benchmarks.preparation_peer TOKENIZER ROWS MAX_LENGTH`.
 
 It loads the file and prepares it as TRL's DPOTrainer does at its start. One JSON object on the last line.
 """
@@ -13,7 +13,7 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from tests.benchmarks.setting import cpu_seconds, peak_mb
+from benchmarks.setting import cpu_seconds, peak_mb
 
 
 class Preparation(DPOTrainer):

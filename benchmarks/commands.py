@@ -1,4 +1,4 @@
-"""CPU time of everyday commands: `python -m tests.benchmarks.commands`.
+"""CPU time of everyday commands: `python -m benchmarks.commands`.
 
 A small recipe is run once in a temporary home. Then each command runs in a process of its own, in turn with `import dagster`,
 the measure beside it. Figures are medians of `--rounds` (by default 5), of user and system time. The last row packages the
@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks.setting import ROOT, Failed, children_seconds, machine, table
-from tests.workflows import talk
+from benchmarks.setting import ROOT, Failed, children_seconds, machine, table
+from tests.workflows import question_pairs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 
 MEASURE = "import dagster"
@@ -28,8 +28,8 @@ PAIRS = 160
 def write_inputs(folder: Path) -> Path:
     """Write the recipe to `folder`, with its pairs, and a base model with random weights."""
     folder.mkdir()
-    tokenizer = talk.write_data(folder, list(itertools.islice(talk.pairs(), PAIRS)))
-    talk.make_model(tokenizer).save_pretrained(folder / "base")
+    tokenizer = question_pairs.write_data(folder, list(itertools.islice(question_pairs.pairs(), PAIRS)))
+    question_pairs.make_model(tokenizer).save_pretrained(folder / "base")
     return write_recipe(folder, ATTRIBUTES)
 
 

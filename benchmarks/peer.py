@@ -1,4 +1,4 @@
-"""The peer's side: TRL's DPOTrainer on the same pairs, weights and order, `python -m tests.benchmarks.peer FOLDER`.
+"""The peer's side: TRL's DPOTrainer on the same pairs, weights and order, `python -m benchmarks.peer FOLDER`.
 
 Reference log-probs are precomputed, as TRL advises; its own shuffling is off. One JSON object on the last line, in the
 form of measured.py, for the reference pass and for the training, with the metrics of each step. `--micro 1` is the setting
@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE, cpu_seconds, peak_mb
+from benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE, cpu_seconds, peak_mb
 
 SERIES = (
     "loss",

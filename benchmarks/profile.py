@@ -1,4 +1,4 @@
-"""Time profile of a training job: `python -m tests.benchmarks.profile DATA`.
+"""Time profile of a training job: `python -m benchmarks.profile DATA`.
 
 The workload of training.py, our side only, each table from a process of its own:
 
@@ -21,9 +21,9 @@ import torch
 from torch.profiler import profile, record_function
 from transformers import AttentionInterface
 
-from tests.benchmarks.setting import machine, run, table
-from tests.benchmarks.training import arguments_of
-from tests.benchmarks.workload import policy_job, prepare, reference_job
+from benchmarks.setting import machine, run, table
+from benchmarks.training import arguments_of
+from benchmarks.workload import policy_job, prepare, reference_job
 from training import main as entry
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store

@@ -1,4 +1,4 @@
-"""Run one job in this process and print its cost: `python -m tests.benchmarks.measured JOB.json`.
+"""Run one job in this process and print its cost: `python -m benchmarks.measured JOB.json`.
 
 One JSON object on the last line: CPU-seconds of the job, CPU-seconds of starting and importing, and peaks of memory in MB.
 The peak of a process never falls, so each job has a fresh process. The imports of a job's kind come first, as the job does
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.benchmarks.setting import cpu_seconds, peak_mb
+from benchmarks.setting import cpu_seconds, peak_mb
 from training import main
 from training.contract.protocol.job import Job
 from training.contract.system.imports import import_without_gc

@@ -1,4 +1,4 @@
-"""Reading and tokenizing against TRL's preparation of the same file: `python -m tests.benchmarks.preparation DATA`.
+"""Reading and tokenizing against TRL's preparation of the same file: `python -m benchmarks.preparation DATA`.
 
 The rows are real multi-turn pairs, repeated with other last prompts until there are enough. The tokenizer is qwen2.5 with its
 own template. Ours are the jobs `preferences` and `pairs`, from the file to the published artifacts, with all checks. TRL's part
@@ -19,7 +19,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.setting import machine, run, table
+from benchmarks.setting import machine, run, table
 from tests.training.workshop import NAMED, Workshop, hashes_of, locations_of
 from training.contract.config.recipe import Tokenization
 from training.contract.protocol.job import Job

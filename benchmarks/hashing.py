@@ -1,6 +1,6 @@
 """Time to identify a model: the first read, and again through the cache.
 
-    python -m pytest tests/benchmarks/hashing.py -s
+    python -m pytest benchmarks/hashing.py -s
 
 The measure beside it is one thread of sha256 over the same bytes in memory. With as many threads as cores, and files in the
 page cache, a model should take about that time divided by the number of cores.

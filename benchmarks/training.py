@@ -1,4 +1,4 @@
-"""Training and the reference pass against TRL, on real pairs: `python -m tests.benchmarks.training DATA`.
+"""Training and the reference pass against TRL, on real pairs: `python -m benchmarks.training DATA`.
 
 DATA is a folder with `preferences-real.jsonl` and `tokenizers/mistral-v3`; TRL is the extra `bench`.
 Both sides run on the CPU in float32 on the same pairs in the same order from the same weights. Each measurement has a process
@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.operations import CPU, Operations, count
-from tests.benchmarks.setting import BATCH, machine, run, table
-from tests.benchmarks.workload import Rows, Workload, multi_turn_rows, policy_job, prepare, reference_job
+from benchmarks.operations import CPU, Operations, count
+from benchmarks.setting import BATCH, machine, run, table
+from benchmarks.workload import Rows, Workload, multi_turn_rows, policy_job, prepare, reference_job
 from training.contract.config.training import Training
 from training.contract.protocol.events import read_events
 from training.contract.store.store import Artifact, Store

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BATCH, BETA, RATE, CLIP, MAX_LENGTH = 8, 0.1, 1e-4, 1.0, 1024
 
 
@@ -48,7 +48,7 @@ def run(module: str, *arguments: str, threads: int, seconds: float | None = None
     # TRL refuses to train if it sees several GPUs, and our process uses one.
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     try:
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as late:

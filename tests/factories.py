@@ -1,0 +1,99 @@
+"""Build the objects that many tests need: jobs, tiny Llamas, tokenizers, and the inputs of a small recipe."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.workflows.question_pairs import VOCABULARY, pairs, write_data
+from training.contract.config.recipe import Compute
+from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.store import Artifact
+
+PAIRS = 24  # of a small recipe
+ON_CPU = Compute(device="cpu")
+# The kind of the artifact that a job makes.
+ARTIFACT_KINDS: dict[JobKind, str] = {
+    "preferences": "raw_preferences",
+    "tokenizer": "tokenization_spec",
+    "release_files": "release_files",
+    "pairs": "tokenized_pairs",
+    "sft": "reference_model",
+    "reference": "reference_logprobs",
+    "policy": "policy",
+    "evaluation": "evaluation",
+    "merge": "merged_policy",
+    "proof": "proof",
+}
+
+
+def job(
+    kind: JobKind,
+    root: Path,
+    settings: dict[str, Any] | None = None,
+    inputs: Mapping[str, Input | Artifact | Path] | None = None,
+    compute: Compute = ON_CPU,
+    folder: str = "job",
+    **fields: Any,
+) -> Job:
+    """Return a job with its store in `root/store` and its folder in `root/<folder>`. `fields` are other fields of `Job`."""
+    job_fields = {
+        "artifact": ARTIFACT_KINDS[kind],
+        "code_version": "1",
+        "locations": {},
+        "recipe": {},
+        "store": root / "store",
+        "folder": root / folder,
+    }
+    found = {name: job_input(name, source) for name, source in (inputs or {}).items()}
+    return Job(kind=kind, settings=settings or {}, inputs=found, compute=compute, **job_fields | fields)
+
+
+def job_input(kind: str, source: Input | Artifact | Path) -> Input:
+    """Return an artifact or a folder as an input. The fingerprint of a folder is made from its name."""
+    if isinstance(source, Input):
+        return source
+    if isinstance(source, Path):
+        return Input(kind=kind, fingerprint=source.name.encode().hex()[:64].ljust(64, "0"), folder=source)
+    return Input(kind=source.manifest.kind, fingerprint=source.fingerprint, folder=source.folder)
+
+
+def llama_config(**fields: Any) -> LlamaConfig:
+    """Return the config of a Llama with 64 tokens and two layers of width 32, with these fields changed."""
+    tiny = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaConfig(**tiny | fields)
+
+
+def llama(**fields: Any) -> LlamaForCausalLM:
+    """Return a random Llama in evaluation mode. `fields` change the config of `llama_config`."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config(**fields)).eval()
+
+
+def word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `words`, which are separated by spaces. The id of a word is its index."""
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special_tokens)
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the inputs of a small recipe: 24 pairs, 16 of opposites and then 8 of capitals, a tokenizer, and a tiny Llama."""
+    tokenizer = write_data(folder, list(itertools.islice(pairs(), 0, 400, 17))[:PAIRS])
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    llama(**sizes, **heads, **special, tie_word_embeddings=False).save_pretrained(folder / "base")
