@@ -71,7 +71,7 @@ class Side:
         return float(self.steps[-1]["time"] - self.steps[WARM_UP - 1]["time"])
 
 
-def prepare(size: Size, workload: Workload) -> Artifact:
+def prepare(size: Size, workload: Workload) -> Artifact[Any]:
     """Prepare the model, the pairs, and the pairs as text in the order of our job."""
     torch.manual_seed(0)
     config = configuration(size)
@@ -103,11 +103,11 @@ def configuration(size: Size) -> LlamaConfig:
     )
 
 
-def batches_of(size: Size, pairs: Artifact) -> Any:
+def batches_of(size: Size, pairs: Artifact[Any]) -> Any:
     return batches(Pairs.open(pairs.folder), training_settings(size.micro_tokens, batch_size=size.batch))
 
 
-def sides(size: Size, workload: Workload, pairs: Artifact, arguments: argparse.Namespace) -> Iterator[Side]:
+def sides(size: Size, workload: Workload, pairs: Artifact[Any], arguments: argparse.Namespace) -> Iterator[Side]:
     """Yield the sides in turn, and print why one is left out. Raises Failed if ours, eager, fails."""
     limits = {"threads": arguments.threads, "seconds": arguments.side_seconds}
     scoring = reference_job(workload, pairs, arguments.precision)
@@ -139,7 +139,12 @@ def _compiled(workload: Workload) -> Workload:
 
 
 def ours(
-    name: str, size: Size, workload: Workload, pairs: Artifact, scored: Artifact, arguments: argparse.Namespace
+    name: str,
+    size: Size,
+    workload: Workload,
+    pairs: Artifact[Any],
+    scored: Artifact[Any],
+    arguments: argparse.Namespace,
 ) -> Side:
     """Run the training job and, if requested, profile the device in a step of it."""
     changes = {"batch_size": size.batch, "precision": arguments.precision, "seed": 0}
@@ -159,7 +164,7 @@ def ours(
     return Side(name, steps, steps[-1]["peak_memory_mb"])
 
 
-def shown(found: list[Side], size: Size, pairs: Artifact, peak: float | None) -> str:
+def shown(found: list[Side], size: Size, pairs: Artifact[Any], peak: float | None) -> str:
     """Return the table of the costs of each side, and their ratio to ours, eager."""
     counted = batches_of(size, pairs)
     tokens = sum(counted.tokens(step) for step in range(WARM_UP + 1, size.steps + 1))

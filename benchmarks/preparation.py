@@ -69,12 +69,12 @@ def prepare(workshop: Workshop, tokenizer: Path, rows: Path) -> Cost:
     rules = Tokenization(max_length=MAX_LENGTH).model_dump(exclude={"tokenizer", "chat_template"})
     spec_where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
     _, spec = _measured(workshop.job("tokenizer", "tokenization_spec", {}, rules | hashes_of(tokenizer), spec_where))
-    inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
+    inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
     tokenized, _ = _measured(workshop.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
     return Cost(read["cpu_seconds"], tokenized["cpu_seconds"], max(read["peak_mb"], tokenized["peak_mb"]))
 
 
-def _measured(job: Job) -> tuple[dict[str, Any], Artifact]:
+def _measured(job: Job) -> tuple[dict[str, Any], Artifact[Any]]:
     cost = run("measured", str(job.path), threads=1)
     made = Store(job.store).find(job.artifact, job.derivation.key)
     assert made is not None

@@ -111,7 +111,7 @@ def phases(job: Job, cost: dict[str, float]) -> Iterator[tuple[str, float]]:
     yield "start of Python, imports", cost["imports_cpu_seconds"]
     made = Store(job.store).find(job.artifact, job.derivation.key)
     assert made is not None
-    seconds = {name: s for name, s in made.details["seconds"].items() if s >= 0.005}
+    seconds = {name: s for name, s in made.details.seconds.items() if s >= 0.005}
     yield from seconds.items()
     yield "hashing, publishing, events", cost["seconds"] - sum(seconds.values())
 

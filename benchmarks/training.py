@@ -42,7 +42,7 @@ OPERATIONS = {"kept": 1.15, "recomputed": 1.25}
 Costs = dict[str, Any]
 
 
-def ours(workload: Workload, pairs: Artifact, micro_tokens: int, threads: int) -> Costs:
+def ours(workload: Workload, pairs: Artifact[Any], micro_tokens: int, threads: int) -> Costs:
     scoring = reference_job(workload, pairs)
     costs = {"reference": run("measured", str(scoring.path), threads=threads)}
     scored = Store(scoring.store).find(scoring.artifact, scoring.derivation.key)

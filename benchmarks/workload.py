@@ -75,7 +75,7 @@ def short_rows(data: Path) -> list[Any]:
     return [row for row in rows[::16] if row["chosen"] != row["rejected"]][:PAIRS]
 
 
-def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Workload, Artifact]:
+def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Workload, Artifact[Any]]:
     """Write the workload to `folder`, from `rows` and the tokenizer in `data`, with its tokenized pairs."""
     workload = Workload(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,14 +106,16 @@ def batches(pairs: Pairs, settings: Training) -> BatchSampler:
     )
 
 
-def reference_job(workload: Workload, pairs: Artifact, dtype: Dtype = DTYPE) -> Job:
+def reference_job(workload: Workload, pairs: Artifact[Any], dtype: Dtype = DTYPE) -> Job:
     settings = {"dtype": dtype}
-    inputs: dict[str, Artifact | Path] = {"tokenized_pairs": pairs, "reference_model": workload.base}
+    inputs: dict[str, Artifact[Any] | Path] = {"tokenized_pairs": pairs, "reference_model": workload.base}
     return workload.job("reference", "reference_logprobs", inputs, settings)
 
 
-def policy_job(workload: Workload, pairs: Artifact, reference: Artifact, micro_tokens: int, **changes: Any) -> Job:
-    inputs: dict[str, Artifact | Path] = {
+def policy_job(
+    workload: Workload, pairs: Artifact[Any], reference: Artifact[Any], micro_tokens: int, **changes: Any
+) -> Job:
+    inputs: dict[str, Artifact[Any] | Path] = {
         "tokenized_pairs": pairs,
         "reference_model": workload.base,
         "reference_logprobs": reference,
@@ -124,7 +126,7 @@ def policy_job(workload: Workload, pairs: Artifact, reference: Artifact, micro_t
 
 def publish_pairs(
     made: Sequence[tuple[list[int], list[int], list[int]]], store: Store, name: dict[str, Any]
-) -> Artifact:
+) -> Artifact[Any]:
     """Publish made-up pairs of prompt, chosen and rejected tokens; `name` distinguishes them from others."""
     rows = []
     for row, (prompt, *responses) in enumerate(made):
@@ -153,7 +155,7 @@ def _write_base(tokenizer_folder: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_order(workload: Workload, raw: Artifact, artifact: Artifact) -> None:
+def _write_order(workload: Workload, raw: Artifact[Any], artifact: Artifact[Any]) -> None:
     pairs = Pairs.open(artifact.folder)
     assert len(pairs) == PAIRS, f"{len(pairs)} of {PAIRS} pairs were read"
     found = batches(pairs, training_settings())

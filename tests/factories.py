@@ -12,12 +12,20 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.workflows.question_pairs import VOCABULARY, pairs, write_data
-from training.contract.config.recipe import Compute
+from training.contract.config.key_settings import Settings
+from training.contract.config.recipe import Compute, Recipe
+from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.manifest import Derivation, Source
 from training.contract.store.store import Artifact
+from training.distributed import ALONE, Group
+from training.job_context import JobContext
 
 PAIRS = 24  # of a small recipe
 ON_CPU = Compute(device="cpu")
+RECIPE = Recipe.model_validate(
+    {"data": {"sources": [{"path": "rows.jsonl"}]}, "reference": {"model": "base"}, "release": {"model_name": "tiny"}}
+)
 # The kind of the artifact that a job makes.
 ARTIFACT_KINDS: dict[JobKind, str] = {
     "preferences": "raw_preferences",
@@ -36,8 +44,8 @@ ARTIFACT_KINDS: dict[JobKind, str] = {
 def job(
     kind: JobKind,
     root: Path,
-    settings: dict[str, Any] | None = None,
-    inputs: Mapping[str, Input | Artifact | Path] | None = None,
+    settings: dict[str, Any] | Settings | None = None,
+    inputs: Mapping[str, Input | Artifact[Any] | Path] | None = None,
     compute: Compute = ON_CPU,
     folder: str = "job",
     **fields: Any,
@@ -47,15 +55,27 @@ def job(
         "artifact": ARTIFACT_KINDS[kind],
         "code_version": "1",
         "locations": {},
-        "recipe": {},
+        "recipe": RECIPE,
         "store": root / "store",
         "folder": root / folder,
     }
     found = {name: job_input(name, source) for name, source in (inputs or {}).items()}
-    return Job(kind=kind, settings=settings or {}, inputs=found, compute=compute, **job_fields | fields)
+    given = {"kind": kind, "settings": settings or {}, "inputs": found, "compute": compute, **job_fields, **fields}
+    return Job.model_validate(given)
 
 
-def job_input(kind: str, source: Input | Artifact | Path) -> Input:
+def context(job: Job, group: Group = ALONE, events: EventWriter | None = None) -> JobContext[Any, Any]:
+    """Return the context of `job` in this process."""
+    return JobContext(job, group, events or EventWriter(None))
+
+
+def derivation(kind: str, inputs: Mapping[str, str] | None = None, version: str = "1", **settings: Any) -> Derivation:
+    """Return a derivation with these inputs (fingerprints by kind) and settings."""
+    sources = {name: Source(kind=name, fingerprint=fingerprint) for name, fingerprint in (inputs or {}).items()}
+    return Derivation(kind=kind, code_version=version, inputs=sources, settings=settings)
+
+
+def job_input(kind: str, source: Input | Artifact[Any] | Path) -> Input:
     """Return an artifact or a folder as an input. The fingerprint of a folder is made from its name."""
     if isinstance(source, Input):
         return source

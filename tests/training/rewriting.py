@@ -101,7 +101,7 @@ class Place:
         return Input(kind=kind, fingerprint=weights_identity(folder).fingerprint, folder=folder)
 
 
-def made(job: Job) -> Artifact | None:
+def made(job: Job) -> Artifact[Any] | None:
     return Store(job.store).find(job.artifact, job.derivation.key)
 
 

@@ -44,12 +44,12 @@ def tune(job: Job) -> JobResult:
     return run(job, ALONE, EventWriter(job.events, keep=True))
 
 
-def told(of: Job | Artifact, *kinds: str) -> list[dict[str, Any]]:
+def told(of: Job | Artifact[Any], *kinds: str) -> list[dict[str, Any]]:
     """Return the events of these kinds, by default the steps. A published policy holds the events of its job."""
     return [e for e in read_events(of.folder / "events.jsonl") if e["event"] in (kinds or ("step",))]
 
 
-def losses(of: Job | Artifact) -> list[float]:
+def losses(of: Job | Artifact[Any]) -> list[float]:
     return [e["loss"] for e in told(of)]
 
 
@@ -86,7 +86,7 @@ def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -
         yield total.item() / len(order)
 
 
-def published(job: Job, statuses: list[int]) -> Artifact:
+def published(job: Job, statuses: list[int]) -> Artifact[Any]:
     """Return the artifact of `job`. Its forked ranks must have ended with status 0."""
     assert set(statuses) == {0}, job.log.read_text()[-3000:]
     found = Store(job.store).find(job.artifact, job.derivation.key)

@@ -5,6 +5,7 @@ import platform
 
 import torch
 
+from tests import factories
 from training import main
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
@@ -29,18 +30,18 @@ def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
     job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
     main.make(job, ALONE)
     details = Store(job.store).find(job.artifact, job.derivation.key).details
-    assert details["provenance"] == provenance(ALONE)
+    assert details.provenance == provenance(ALONE)
     phases = {"loading", "proof", "training", "evaluation", "checkpoints", "saving"}
-    assert phases <= set(details["seconds"]) and all(s > 0 for s in details["seconds"].values())
-    assert set(details["peaks_mb"]) == set(details["seconds"])
-    assert details["peaks_mb"]["saving"] >= details["peaks_mb"]["proof"] > 0
+    assert phases <= set(details.seconds) and all(s > 0 for s in details.seconds.values())
+    assert set(details.peaks_mb) == set(details.seconds)
+    assert details.peaks_mb["saving"] >= details.peaks_mb["proof"] > 0
 
 
 def test_resumed_run_adds_its_seconds(tiny_world):
     """The second attempt resumes after the last step: it loads the model again, and trains no step."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
     job: Job = tiny_world.job("policy", settings, checkpoint_every=2)
-    policy.run(job, ALONE, EventWriter(job.events))
+    policy.run(factories.context(job, events=EventWriter(job.events)))
     before = json.loads(next(job.checkpoints.rglob("step-00000002/manifest.json")).read_text())["details"]["seconds"]
-    again = policy.run(job, ALONE, EventWriter(job.events, keep=True)).details["seconds"]
+    again = policy.run(factories.context(job, events=EventWriter(job.events, keep=True))).details.seconds
     assert again["loading"] > before["loading"] and again["training"] == before["training"]

@@ -11,6 +11,8 @@ from training.contract.config.recipe import Compute
 from training.contract.files.local_files import DataFile, data_files
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.tokenizer_files import class_fields, tokenizer_files
+from training.contract.protocol.artifacts import KINDS
+from training.contract.protocol.details import SourceDetails
 from training.contract.protocol.job import Job, JobKind
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, Store
@@ -35,7 +37,7 @@ class Workshop:
         self,
         kind: JobKind,
         artifact: str,
-        inputs: dict[str, Artifact | Path],
+        inputs: dict[str, Artifact[Any] | Path],
         settings: dict[str, Any],
         locations: dict[str, Any] | None = None,
     ) -> Job:
@@ -53,7 +55,7 @@ class Workshop:
         job.write()
         return job
 
-    def source(self, rows: dict[str, int | None] | None = None) -> dict[str, Artifact | Path]:
+    def source(self, rows: dict[str, int | None] | None = None) -> dict[str, Artifact[Any] | Path]:
         """Publish the input of a preferences job: a source with `rows` by file, by default not counted."""
         details = {"rows": rows or {"rows.jsonl": None}}
         how, store = (
@@ -61,27 +63,27 @@ class Workshop:
             Store(self.store),
         )
         with store.staging() as staging:
-            return {how.kind: store.publish(staging, how, JobResult(how.key, details))}
+            return {how.kind: store.publish(staging, how, JobResult(how.key, SourceDetails(bytes=1, **details)))}
 
-    def read(self, rows: Path, validation_fraction: float) -> Artifact:
+    def read(self, rows: Path, validation_fraction: float) -> Artifact[Any]:
         """Run a preferences job on the file `rows`."""
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(rows), "format": "auto"}])
         return self.do(self.job("preferences", "raw_preferences", self.source(), settings, where))
 
-    def tokenize(self, raw: Artifact, tokenizer: Path, rules: dict[str, Any]) -> Artifact:
+    def tokenize(self, raw: Artifact[Any], tokenizer: Path, rules: dict[str, Any]) -> Artifact[Any]:
         """Tokenize the pairs of `raw` with the tokenizer in the folder `tokenizer`."""
         where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
         settings = {**rules, **hashes_of(tokenizer)}
         spec = self.do(self.job("tokenizer", "tokenization_spec", {}, settings, where))
-        inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
+        inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
         return self.do(self.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
 
     @staticmethod
-    def do(job: Job) -> Artifact:
+    def do(job: Job) -> Artifact[Any]:
         main.make(job, ALONE)
-        made = Store(job.store).find(job.artifact, job.derivation.key)
+        made = Store(job.store).find(KINDS[job.artifact], job.derivation.key)
         assert made is not None
         return made
 

@@ -62,7 +62,6 @@ class TinyWorld:
             {name: Input(kind=name, fingerprint="0" * 64, folder=folders[name]) for name in names},
             Compute.model_validate({"device": "cpu", **compute}),
             folder="folder",
-            recipe={"name": "tiny"},
         )
         job.staging.mkdir(parents=True, exist_ok=True)
         job.write()

@@ -17,7 +17,7 @@ FIRST = {"first_prefix_violation": "", "first_left_out": ""}
 NONE_SHOWN: dict[str, Any] = {"quarantine_examples": []}
 
 
-def artifact(**details: Any) -> Artifact:
+def artifact(**details: Any) -> Artifact[Any]:
     how = derive("policy", {}, {})
     manifest = Manifest(
         kind="policy", fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details

@@ -15,14 +15,14 @@ from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 
 
-def evaluation(folder: Path, columns: dict[str, Any], answers: list[tuple[str, str]]) -> Artifact:
+def evaluation(folder: Path, columns: dict[str, Any], answers: list[tuple[str, str]]) -> Artifact[Any]:
     store = Store(folder / "store")
     with store.staging() as staging:
         pq.write_table(pa.table(columns), staging / "pairs.parquet")
         samples = [{"before": before, "after": after} for before, after in answers]
         (staging / "samples.json").write_text(json.dumps(samples))
         how = Derivation(kind="evaluation", code_version="1", inputs={}, settings={})
-        return store.publish(staging, how, JobResult("e" * 64, {}))
+        return store.publish(staging, how, JobResult("e" * 64))
 
 
 def test_difference_is_by_token_and_by_pair(tmp_path: Path) -> None:

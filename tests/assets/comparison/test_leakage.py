@@ -34,7 +34,7 @@ class Lineages:
         derivation = Derivation(kind=kind, code_version="1", inputs=sources, settings={"is": content, **settings})
         with self.store.staging() as staging:
             (staging / "file").write_text(content)
-            return self.store.publish(staging, derivation, JobResult(fingerprint(kind, content), {})).fingerprint
+            return self.store.publish(staging, derivation, JobResult(fingerprint(kind, content))).fingerprint
 
     def data(self, name: str, trained: str, held_out: str, **fields: Any) -> str:
         """Publish preferences with these questions, one letter each, in order."""
@@ -46,7 +46,7 @@ class Lineages:
         with self.store.staging() as staging:
             pq.write_table(pa.Table.from_pylist(rows), staging / "preferences.parquet")
             derivation = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": name})
-            result = JobResult(fingerprint("raw_preferences", name), {})
+            result = JobResult(fingerprint("raw_preferences", name))
             return self.store.publish(staging, derivation, result).fingerprint
 
     def policy(self, name: str, trained: str, *, base: str = BASE, champion: str | None = None) -> str:

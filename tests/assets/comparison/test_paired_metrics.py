@@ -23,14 +23,14 @@ MESSAGE = [("role", pa.string()), ("content", pa.string())]
 CALLS = [*MESSAGE, ("tool_calls", pa.string()), ("tool_call_id", pa.string()), ("name", pa.string())]
 
 
-def publish(store: Store, kind: str, file: str, table: pa.Table, key: str) -> Artifact:
+def publish(store: Store, kind: str, file: str, table: pa.Table, key: str) -> Artifact[Any]:
     with store.staging() as staging:
         pq.write_table(table, staging / file)
         derivation = Derivation(kind=kind, code_version="1", inputs={}, settings={"key": key})
-        return store.publish(staging, derivation, JobResult(key * 64, {}))
+        return store.publish(staging, derivation, JobResult(key * 64))
 
 
-def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], *further: str) -> Artifact:
+def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], *further: str) -> Artifact[Any]:
     """Publish rows 0 and 1, with or without newer columns."""
     messages = pa.list_(pa.struct(message))
     text = {name: pa.string() for name in ("split", "source", *further)}
@@ -87,7 +87,7 @@ def evaluated(
     weighting: str | None = None,
     *,
     rows: Sequence[dict[str, Any]] = (),
-) -> Artifact:
+) -> Artifact[Any]:
     """Publish an evaluation made from a reference and pairs with these fingerprints."""
     inputs = {
         kind: Source(kind=kind, fingerprint=digit * 64)
@@ -97,7 +97,7 @@ def evaluated(
     derivation = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings=settings)
     with store.staging() as staging:
         pq.write_table(pa.Table.from_pylist(list(rows)), staging / "pairs.parquet")
-        return store.publish(staging, derivation, JobResult(derivation.key, {}))
+        return store.publish(staging, derivation, JobResult(derivation.key))
 
 
 # SimPO never uses the recipe's reference. AOT sorts the pairs of a batch, so a loss depends on all of them.

@@ -1,5 +1,7 @@
 """Pairs added and removed. Oracle: pairs are letters, one per row, so the changes are obvious."""
 
+from typing import Any
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +13,7 @@ from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 
 
-def publish(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
+def publish(store: Store, pairs: str, with_identity: bool = True) -> Artifact[Any]:
     """Publish rows with a letter as each pair; its line is its position."""
     rows = [{"source": "a.jsonl", "line": line, "identity": pair} for line, pair in enumerate(pairs, 1)]
     table = pa.Table.from_pylist(rows)
@@ -19,7 +21,7 @@ def publish(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
     derivation = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings=settings)
     with store.staging() as staging:
         pq.write_table(table if with_identity else table.drop_columns(["identity"]), staging / "preferences.parquet")
-        return store.publish(staging, derivation, JobResult(fingerprint("raw_preferences", settings["is"]), {}))
+        return store.publish(staging, derivation, JobResult(fingerprint("raw_preferences", settings["is"])))
 
 
 @pytest.mark.parametrize(

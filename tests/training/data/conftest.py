@@ -25,7 +25,7 @@ CHATML = (
 class Done:
     """The result of a job: its artifact, its events and its tables."""
 
-    def __init__(self, made: Artifact, job: Job):
+    def __init__(self, made: Artifact[Any], job: Job):
         self.made, self.folder, self.events = made, made.folder, job.events
 
     @property

@@ -38,14 +38,14 @@ def test_release_files_have_the_eos_tokens_and_the_tokenizer_settings(collect):
         **{"do_sample": False, "temperature": 0.0},
     }
     assert read(release.folder, "tokenizer/tokenizer_config.json")["pad_token"] == "<|endoftext|>"
-    assert release.details["notes"] == []
+    assert release.details.notes == []
 
 
 @pytest.mark.parametrize(
     ("ids", "tokens"), [((0,), "(<|endoftext|>)"), ((), "(none)"), ((2, 0), None), ((5000,), "(5000)")]
 )
 def test_release_files_note_an_end_of_turn_that_does_not_stop_the_model(collect, ids, tokens):
-    notes = collect(eos_token_ids=ids).details["notes"]
+    notes = collect(eos_token_ids=ids).details.notes
     assert len(notes) == (tokens is not None) and all(tokens in note for note in notes)
 
 

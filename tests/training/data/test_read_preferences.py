@@ -46,11 +46,11 @@ CLEANED = {
 def test_preferences_of_published_files_have_the_known_counts(workshop, shared_data, file):
     format, rows, pairs = PUBLISHED[file]
     done = workshop.preferences({"path": str(shared_data / file)})
-    counts = done.details["counts"]
+    counts = done.details.counts
     assert (counts["rows_read"], counts["pairs"], counts["quarantined"]) == (rows, pairs, rows - pairs)
-    assert list(done.details["formats"].values()) == [format]
+    assert list(done.details.formats.values()) == [format]
     assert len(done.table("preferences.parquet")) == pairs
-    assert len(done.table("quarantine.parquet")) == rows - pairs == sum(done.details["reasons"].values())
+    assert len(done.table("quarantine.parquet")) == rows - pairs == sum(done.details.reasons.values())
 
 
 @pytest.mark.shared
@@ -76,7 +76,7 @@ def test_preferences_with_bad_rows_quarantine_each_with_its_reason(workshop):
     bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
     done = workshop.rows([GOOD, *bad])
     counts = {"rows_read": 5, "pairs": 1, "quarantined": 4, "left_out": 0, "train": 1, "validation": 0}
-    assert done.details["counts"] == counts | {"duplicates": 0, "conflicting": 0}
+    assert done.details.counts == counts | {"duplicates": 0, "conflicting": 0}
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
         (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_reque
     kept, dropped = (workshop.preferences(*sources, duplicates=rule) for rule in ("keep", "drop"))
     counts = {"rows_read": 11, "quarantined": 1, "left_out": 0, "duplicates": 5, "conflicting": 1}
     for done, pairs in ((kept, 10), (dropped, 5)):
-        assert done.details["counts"].items() >= (counts | {"pairs": pairs}).items()
+        assert done.details.counts.items() >= (counts | {"pairs": pairs}).items()
         assert len(done.table("preferences.parquet")) == pairs
         assert ": 1, the first: b.jsonl, line 1" in _notes(done)
         assert ": 5, the first: a.jsonl, line 6" in _notes(done)
@@ -145,21 +145,21 @@ def test_preferences_drop_duplicates_outside_the_held_out_source(workshop):
         (1, "validation"),
         (2, "train"),
     ]
-    assert done.details["counts"]["duplicates"] == 2
+    assert done.details.counts.duplicates == 2
 
 
 def test_preferences_with_a_format_do_not_detect_it(workshop):
     done = workshop.rows(
         [GOOD, {"chosen": "\n\nHuman: A\n\nAssistant: a", "rejected": "\n\nHuman: A\n\nAssistant: b"}], "hh"
     )
-    assert done.details["formats"] == {"rows0.jsonl": "hh"}
-    assert done.details["reasons"] == {"not a transcript": 1}
+    assert done.details.formats == {"rows0.jsonl": "hh"}
+    assert done.details.reasons == {"not a transcript": 1}
 
 
 def test_preferences_detect_the_format_of_most_rows(workshop):
     done = workshop.rows([{"instruction": "A", "chosen": "a", "rejected": "b"}, GOOD, GOOD])
-    assert done.details["formats"] == {"rows0.jsonl": "strings"}
-    assert done.details["reasons"] == {"missing field": 1}
+    assert done.details.formats == {"rows0.jsonl": "strings"}
+    assert done.details.reasons == {"missing field": 1}
 
 
 def test_fingerprint_covers_pairs_and_quarantine_but_not_formats(workshop):
@@ -221,7 +221,7 @@ def test_splits_follow_the_prompt_and_stay_when_data_grows(workshop):
     later = {row["chosen"][0]["content"]: row["split"] for row in grown.table("preferences.parquet")}
     assert first.items() <= later.items()
     assert all(later[f"A{n}"] == later[f"A{n + 1}"] for n in range(0, 400, 2))
-    assert 0.2 < grown.details["counts"]["validation"] / 400 < 0.4
+    assert 0.2 < grown.details.counts.validation / 400 < 0.4
 
 
 def test_prompts_of_a_held_out_source_are_validation_in_all_sources(workshop, tmp_path):
@@ -236,7 +236,7 @@ def test_prompts_of_a_held_out_source_are_validation_in_all_sources(workshop, tm
     done = workshop.preferences(train, test, fraction=0.0)
     splits = {row["chosen"][0]["content"]: row["split"] for row in done.table("preferences.parquet")}
     assert {name for name, split in splits.items() if split == "train"} == {f"train {n}" for n in range(5)}
-    assert len(splits) == 13 and done.details["counts"]["validation"] == 8
+    assert len(splits) == 13 and done.details.counts.validation == 8
     both = workshop.preferences(train, test, fraction=0.5).table("preferences.parquet")
     alone = workshop.preferences(train, fraction=0.5).table("preferences.parquet")
     by_hash = {row["chosen"][0]["content"] for row in alone if row["split"] == "validation"}
@@ -271,7 +271,7 @@ def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(workshop
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*lines, {}]))
         sampled = {"path": str(tmp_path / "rows.jsonl"), "format": "strings", "fraction": fraction}
         done = workshop.preferences(sampled, {"path": str(tmp_path / "own.jsonl")}, fraction=0.3)
-        table, counts = done.table("preferences.parquet"), done.details["counts"]
+        table, counts = done.table("preferences.parquet"), done.details.counts
         kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
         assert counts["pairs"] == len(table) == len(kept) + 20
         assert (counts["rows_read"], counts["quarantined"]) == (len(lines) + 1 + 20, 1)
@@ -312,7 +312,7 @@ def test_preferences_with_an_empty_source_raise_but_note_an_empty_file(workshop,
         workshop.preferences(*sources)
     done = workshop.preferences({"path": str(tmp_path / "*.*")})
     [note] = [event["text"] for event in read_events(done.events) if event["event"] == "note"]
-    assert done.details["counts"]["pairs"] == 1 and f"export.{suffix}" in note
+    assert done.details.counts.pairs == 1 and f"export.{suffix}" in note
 
 
 RENAMED = [
@@ -362,7 +362,7 @@ def test_preferences_with_columns_accept_a_late_column_but_not_a_missing_one(wor
             workshop.preferences(source, {**source, "columns": {field: column}, "format": format})
     (tmp_path / "none.jsonl").write_text("{\n")
     unread = {"path": str(tmp_path / "none.jsonl"), "columns": {"prompt": "q"}, "format": "strings"}
-    assert workshop.preferences(source, unread).details["reasons"] == {"bad JSON": 1}
+    assert workshop.preferences(source, unread).details.reasons == {"bad JSON": 1}
 
 
 @pytest.mark.parametrize(
@@ -394,11 +394,9 @@ def test_preferences_with_labels_from_0_raise_if_responses_count_from_1(workshop
     done = workshop.preferences({**workshop.source(_labelled([0, 1, 1, 0] * 4)), "columns": named})
     assert [row["chosen"][0]["content"] for row in done.table("preferences.parquet")] == ["a", "b", "b", "a"] * 4
     signed = [{"preference_strength": row.pop("label"), **row} for row in _labelled([-1, 0, 1] * 6)]
-    assert workshop.rows(signed).details["counts"]["pairs"] == 12
+    assert workshop.rows(signed).details.counts.pairs == 12
     for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8, ["a"] * 16 + [0, 1]):
-        assert workshop.rows(_labelled(labels)).details["counts"]["pairs"] == sum(
-            label in (1, 2, "a") for label in labels
-        )
+        assert workshop.rows(_labelled(labels)).details.counts.pairs == sum(label in (1, 2, "a") for label in labels)
 
 
 @pytest.mark.parametrize(
@@ -412,10 +410,10 @@ def test_preferences_with_labels_from_0_raise_if_responses_count_from_1(workshop
 def test_preferences_with_lists_as_text_raise_unless_the_format_is_set(workshop, side, text):
     with pytest.raises(DataError, match=rf"rows\d\.jsonl: `{side}` .*\[list-as-text\]"):
         workshop.rows([{**GOOD, side: text}] * 3)
-    assert workshop.rows([{**GOOD, side: text}, GOOD]).details["counts"]["pairs"] == 2, "a response may be JSON"
-    assert workshop.rows([{**GOOD, side: text}] * 3, "strings").details["counts"]["pairs"] == 3, "all may be JSON"
+    assert workshop.rows([{**GOOD, side: text}, GOOD]).details.counts.pairs == 2, "a response may be JSON"
+    assert workshop.rows([{**GOOD, side: text}] * 3, "strings").details.counts.pairs == 3, "all may be JSON"
     others = [{**GOOD, "models": text}, {**GOOD, side: '["a"] is a list.'}]
-    assert all(workshop.rows([row] * 3).details["counts"]["pairs"] == 3 for row in others)
+    assert all(workshop.rows([row] * 3).details.counts.pairs == 3 for row in others)
 
 
 def test_pairs_have_the_source_name_and_the_fingerprint_covers_it(workshop, tmp_path):
@@ -442,8 +440,8 @@ def test_preferences_of_files_with_one_name_number_them(workshop, tmp_path):
         (tmp_path / folder / "rows.jsonl").write_text(json.dumps({**GOOD, "prompt": folder}) + "\n{}\n")
     done = workshop.preferences(*({"path": str(tmp_path / folder / "rows.jsonl")} for folder in ("a", "b")))
     assert [row["source"] for row in done.table("preferences.parquet")] == ["1:rows.jsonl", "2:rows.jsonl"]
-    assert done.details["formats"] == {"1:rows.jsonl": "strings", "2:rows.jsonl": "strings"}
-    assert done.details["reasons"] == {"missing field": 2}
+    assert done.details.formats == {"1:rows.jsonl": "strings", "2:rows.jsonl": "strings"}
+    assert done.details.reasons == {"missing field": 2}
 
 
 def test_preferences_of_listed_files_raise_for_changes_and_ignore_new_files(workshop, tmp_path):
@@ -453,8 +451,8 @@ def test_preferences_of_listed_files_raise_for_changes_and_ignore_new_files(work
     listed = [file.model_copy(update={"sha256": hash_file(file.path)}) for file in data_files(str(folder))]
     (folder / "b.ndjson").write_text(json.dumps({**GOOD, "prompt": "Who?"}) + "\n")
     source = {"path": str(folder)}
-    assert workshop.preferences(source).details["counts"]["pairs"] == 2
-    assert workshop.preferences(source, listed=[listed]).details["formats"] == {"a.jsonl": "strings"}
+    assert workshop.preferences(source).details.counts.pairs == 2
+    assert workshop.preferences(source, listed=[listed]).details.formats == {"a.jsonl": "strings"}
     (folder / "a.jsonl").write_text(json.dumps({**GOOD, "chosen": "So."}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl .*[0-9a-f]{12} .* [0-9a-f]{12}.*\[file-changed\]"):
         workshop.preferences(source, listed=[listed])

@@ -69,7 +69,7 @@ def test_pairs_of_published_templates_have_the_tokens_of_transformers(workshop, 
     done = workshop.pairs(workshop.rows(rows), spec)
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name)
     pairs = done.pairs
-    assert (len(pairs), done.details["reasons"]) == (len(rows), {})
+    assert (len(pairs), done.details.reasons) == (len(rows), {})
     ending = {"qwen2.5": ["<|im_end|>", "Ċ"], "phi-3-mini": ["<|end|>", "<|endoftext|>"]}[name]
     for index, row in enumerate(rows):
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -111,8 +111,8 @@ def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(workshop
     )
     rows = [_row(), _row("Who?", "<think>me", "<think>you")]
     done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, _template(tmp_path, text)))
-    assert done.details["prefix_violations"] == 1
-    [drop] = done.details["dropped_examples"]
+    assert done.details.prefix_violations == 1
+    [drop] = done.details.dropped_examples
     assert (drop["row"], drop["reason"]) == (0, "prompt is not a prefix")
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
@@ -130,10 +130,10 @@ def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(workshop, tiny_
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), template_kwargs={"enable_thinking": True})
     thought = _row("Who?", "<think>Hm.</think>me", "<think>Hm.</think>you")
     done = workshop.pairs(workshop.rows([_row(), _row("When?"), thought]), spec)
-    first, second = done.details["dropped_examples"]
+    first, second = done.details.dropped_examples
     advice = "`enable_thinking: false` in `tokenization.template_kwargs`"
     assert advice in first["detail"] and advice not in second["detail"]
-    assert done.details["first_prefix_violation"] == f"row 0, {first['detail']}"
+    assert done.details.first_prefix_violation == f"row 0, {first['detail']}"
 
 
 def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, tmp_path):
@@ -143,7 +143,7 @@ def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, t
     )
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind.")]), spec)
-    assert done.details["dropped_examples"] == [
+    assert done.details.dropped_examples == [
         {"row": 1, "reason": "rejected by the template", "detail": "System role not supported"}
     ]
 
@@ -157,15 +157,15 @@ def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, t
 )
 def test_pairs_with_an_end_of_turn_in_a_response_are_dropped(workshop, tiny_chat, row, reason):
     done = workshop.pairs(workshop.rows([_row(), row]), workshop.tokenizer(tiny_chat))
-    assert done.details["reasons"] == {reason: 1}
-    assert "'<|im_end|>' 2 times" in done.details["dropped_examples"][0]["detail"]
+    assert done.details.reasons == {reason: 1}
+    assert "'<|im_end|>' 2 times" in done.details.dropped_examples[0]["detail"]
 
 
 def test_pairs_of_responses_with_the_same_tokens_are_dropped(workshop, tiny_chat, tmp_path):
     text = "{% for m in messages %}{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     done = workshop.pairs(workshop.rows([_row(), _row(chosen="a", rejected="a ")]), spec)
-    assert done.details["reasons"] == {"responses have the same tokens": 1}
+    assert done.details.reasons == {"responses have the same tokens": 1}
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate_prompt", "truncate_response"])
@@ -174,7 +174,7 @@ def test_pairs_whose_prompt_has_no_tokens_are_dropped(workshop, tiny_chat, tmp_p
     text = "{% for m in messages if m['content'] != 'Why?' %}{{ m['content'] }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
     done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
-    assert done.details["reasons"] == {"prompt has no tokens": 2}
+    assert done.details.reasons == {"prompt has no tokens": 2}
     assert done.pairs.rows.tolist() == [1] and done.pairs.prompt_lengths[0] > 0
 
 
@@ -265,7 +265,7 @@ def test_pairs_that_truncation_cannot_fit_are_dropped(workshop, tiny_chat):
     for setting, kept in (("truncate_prompt", [0, 2]), ("truncate_response", [0, 1])):
         done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, max_length=30, over_length=setting))
         assert done.pairs.rows.tolist() == kept
-        assert done.details["reasons"] == {"over max_length": 1}
+        assert done.details.reasons == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
     with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\).* 3$"):  # room for the prompt only
         fit(EncodedPair([1, 2, 3], *[ResponseTokens([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
@@ -368,25 +368,25 @@ def test_pairs_artifact_has_consistent_files_counts_and_details(workshop, tiny_c
     done = workshop.pairs(
         workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
     )
-    pairs, counts = done.pairs, done.details["counts"]
+    pairs, counts = done.pairs, done.details.counts
     assert {path.name for path in done.folder.iterdir()} == {"manifest.json", "pairs.arrow", "tokenizer"}
-    assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details["reasons"].values()) == counts["dropped"]
+    assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details.reasons.values()) == counts["dropped"]
     train, validation = pairs.indices("train"), pairs.indices("validation")
     assert (len(train), len(validation)) == (counts["train"], counts["validation"])
     assert sorted([*train, *validation]) == list(range(len(pairs)))
     assert counts["prompt_tokens"] == pairs.prompt_lengths.sum()
     for side in SIDES:
         assert counts[f"{side}_tokens"] == (pairs.lengths(side) - pairs.prompt_lengths).sum()
-        assert sum(done.details["histogram"][side]) == len(pairs)
-        assert done.details["percentiles"][side]["p50"] == np.median(pairs.lengths(side))
-        assert done.details["percentiles"][side]["p100"] == pairs.lengths(side).max()
-    assert (done.details["empty_masks"], done.details["shared_prompts"]) == (0, 0)
-    assert done.details["first_shared_prompt"] == ""
-    assert done.details["examples"][0]["chosen"].endswith("<|im_end|>\n")
+        assert sum(done.details.histogram[side]) == len(pairs)
+        assert done.details.percentiles[side]["p50"] == np.median(pairs.lengths(side))
+        assert done.details.percentiles[side]["p100"] == pairs.lengths(side).max()
+    assert (done.details.empty_masks, done.details.shared_prompts) == (0, 0)
+    assert done.details.first_shared_prompt == ""
+    assert done.details.examples[0]["chosen"].endswith("<|im_end|>\n")
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
     [*_, last] = [event for event in events if event["event"] == "progress"]
     assert last["done"] == last["total"] == 300
-    [first, *_] = done.details["dropped_examples"]
+    [first, *_] = done.details.dropped_examples
     values = (f"{counts['dropped']} pairs", "over max_length", f"row {first['row']}, {first['detail']}")
     assert all(value in events[-1]["text"] for value in values)
 
@@ -397,11 +397,11 @@ def test_shared_prompts_are_found_by_tokens(workshop, tiny_chat, tmp_path):
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     rows = [_row(system=f"You are number {n}.") for n in range(20)]
     done = workshop.pairs(workshop.rows(rows, fraction=0.5), spec)
-    assert min(done.details["counts"]["train"], done.details["counts"]["validation"]) > 0
-    assert done.details["shared_prompts"] == 1
+    assert min(done.details.counts.train, done.details.counts.validation) > 0
+    assert done.details.shared_prompts == 1
     pairs = done.pairs
     first = [pairs.rows[pairs.indices(split)[0]] for split in ("train", "validation")]
-    assert done.details["first_shared_prompt"] == "row {} (train) and row {} (validation)".format(*first)
+    assert done.details.first_shared_prompt == "row {} (train) and row {} (validation)".format(*first)
 
 
 def test_pairs_file_opens_in_datasets(workshop, tiny_chat):

@@ -10,10 +10,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training.runs import SIDES, losses, naive_losses, published, settings, timeless, told, tune
 from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
-from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job
 from training.contract.store.store import JobResult
 from training.distributed import ALONE
@@ -146,7 +146,7 @@ def test_exported_adapter_merged_later_has_the_bits_of_the_merged_export(exporte
     inputs = {"policy": policy, "reference_model": reference}
     job = alone.model_copy(update={"kind": "merge", "artifact": "merged_policy", "inputs": inputs, "settings": {}})
     job.staging.mkdir(parents=True)
-    assert merge_adapter.run(job, ALONE, EventWriter(None)).fingerprint == of_merged.fingerprint
+    assert merge_adapter.run(factories.context(job)).fingerprint == of_merged.fingerprint
     later, at_once = (load_file(j.staging / "model.safetensors") for j in (job, merged))
     assert all(torch.equal(later[name], at_once[name]) for name in later.keys() | at_once.keys())
 

@@ -37,7 +37,7 @@ def test_policy_from_champion_matches_a_naive_loop_with_the_reference(tiny_world
     assert losses(job) == pytest.approx(expected, abs=1e-5)
     assert expected[0] < math.log(2) - 0.01, "it has learned something before"
     assert told(job, "eval")[0]["eval/rewards/margins"] != pytest.approx(0, abs=1e-3)
-    assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5), "of the reference model"
+    assert made.details.step0_loss == pytest.approx(math.log(2), abs=1e-5), "of the reference model"
 
 
 @pytest.mark.parametrize(("row", "where"), [(40, "held-out pairs"), (0, "row 100")])

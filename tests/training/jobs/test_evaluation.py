@@ -72,11 +72,11 @@ class World:
                 parameter += 0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num()
         model.save_pretrained(self.policy)
 
-    def tokenized(self, raw: Artifact) -> Artifact:
+    def tokenized(self, raw: Artifact[Any]) -> Artifact[Any]:
         rules = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
         return self.workshop.tokenize(raw, self.model, rules)
 
-    def inputs(self, policy: Path | None = None) -> dict[str, Artifact | Path]:
+    def inputs(self, policy: Path | None = None) -> dict[str, Artifact[Any] | Path]:
         return {
             "policy": policy or self.policy,
             "reference_logprobs": self.table,
@@ -87,7 +87,7 @@ class World:
     def job(self, policy: Path | None = None, **settings: Any) -> Job:
         return self.workshop.job("evaluation", "evaluation", self.inputs(policy), {**SETTINGS, **settings})
 
-    def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact:
+    def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact[Any]:
         return self.workshop.do(self.job(policy, **settings))
 
 
@@ -98,7 +98,7 @@ def world(shared_data, tmp_path_factory) -> World:
 
 
 @pytest.fixture(scope="module")
-def evaluation(world) -> Artifact:
+def evaluation(world) -> Artifact[Any]:
     return world.evaluate()
 
 
@@ -178,8 +178,8 @@ def test_evaluation_metrics_are_means_over_pairs(evaluation, expected):
         },
         abs=1e-3,
     )
-    assert evaluation.details["metrics"] == metrics
-    assert evaluation.details["interval"] == list(wilson_interval(won / len(expected), len(expected)))
+    assert evaluation.details.metrics == metrics
+    assert evaluation.details.interval == list(wilson_interval(won / len(expected), len(expected)))
 
 
 @pytest.mark.shared
@@ -200,8 +200,8 @@ def test_evaluation_with_named_sources_adds_metrics_by_source(world, evaluation,
     held_out = [(names[bisect.bisect_right(cuts, values["row"]) - 1], values) for values in expected]
     by_source = {name: [values for source, values in held_out if source == name] for name in ("new", "old")}
     assert all(len(rows) > 2 for rows in by_source.values()) and sum(map(len, by_source.values())) < len(expected)
-    assert named.details["metrics"] == pytest.approx(
-        evaluation.details["metrics"]
+    assert named.details.metrics == pytest.approx(
+        evaluation.details.metrics
         | {
             f"eval/sources/{name}/{metric}": value
             for name, rows in by_source.items()
@@ -217,7 +217,7 @@ def test_evaluation_with_named_sources_adds_metrics_by_source(world, evaluation,
     table, before = (pq.read_table(made.file("pairs.parquet")) for made in (named, evaluation))
     assert table["source_name"].to_pylist() == [name for name, _ in held_out]
     assert table.drop_columns("source_name").equals(before)
-    assert [row["source"] for row in named.details["sources"]] == ["new", "old"]
+    assert [row["source"] for row in named.details.sources] == ["new", "old"]
     shown = lines_of(named.file("report.html").read_text()).replace("\n", "|")
     for name, rows in by_source.items():
         won = statistics.fmean(values["margin"] > 0 for values in rows)
@@ -248,7 +248,7 @@ def test_evaluation_samples_are_greedy_before_and_after(world, evaluation):
             tokens = greedy_by_hand(model, prompt, tokenizer.eos_token_id, 12)
             assert sample[when] == tokenizer.decode(tokens, skip_special_tokens=True)
         assert "<|im_end|>" not in sample["chosen"] and sample["chosen"]
-    shown = [dict(sample) for sample in evaluation.details["samples"]]
+    shown = [dict(sample) for sample in evaluation.details.samples]
     prompts = [sample.pop("prompt") for sample in shown]
     assert all(len(prompt) <= 500 for prompt in prompts)
     assert all(
@@ -319,7 +319,7 @@ def test_spread_prompts_are_distinct_and_evenly_spaced(world):
 @pytest.mark.shared
 def test_evaluation_of_the_reference_has_zero_margins(world):
     """The loss of every pair is ln 2. Ties do not count as correct."""
-    metrics = world.evaluate(policy=world.model, samples=0).details["metrics"]
+    metrics = world.evaluate(policy=world.model, samples=0).details.metrics
     assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
 
@@ -372,7 +372,7 @@ def test_evaluation_on_several_ranks_gives_the_same_bits(world, evaluation, tmp_
     assert tokens_in_report(made) == tokens_in_report(evaluation)
 
 
-def tokens_in_report(evaluation: Artifact) -> list[str]:
+def tokens_in_report(evaluation: Artifact[Any]) -> list[str]:
     tokens = re.findall(r"<span[^>]* title=.*?</span>", evaluation.file("report.html").read_text(), re.DOTALL)
     assert len(tokens) > 100
     return tokens
@@ -435,9 +435,9 @@ def test_report_is_self_contained_and_shows_the_results(evaluation):
     page = Page(evaluation.file("report.html").read_text())
     text = "".join(page.text)
     assert page.addresses == [] and "script" not in page.tags and "url(" not in text and "@import" not in text
-    metrics = evaluation.details["metrics"]
+    metrics = evaluation.details.metrics
     assert f"{metrics['eval/loss']:.4f}" in text and f"{100 * metrics['eval/rewards/accuracies']:.1f}%" in text
-    assert all(f"{100 * end:.1f}%" in text for end in evaluation.details["interval"])
+    assert all(f"{100 * end:.1f}%" in text for end in evaluation.details.interval)
     assert all(sample["after"] in text for sample in evaluation.json("samples.json"))
     worst = max(pq.read_table(evaluation.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])
     assert f"{worst['loss']:,.4f}" in text
@@ -489,7 +489,7 @@ def test_report_shows_messages_or_decoded_tokens_without_them(world, tmp_path):
     made = world.workshop.do(job)
     frozen = made.json("samples.json")
     assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
-    for shown, sample in zip(made.details["samples"], frozen, strict=True):
+    for shown, sample in zip(made.details.samples, frozen, strict=True):
         prompt = text_of(lines[sample["row"]]["prompt"])
         assert shown == {**sample, "prompt": prompt[-500:]} | {
             name: sample[name][:500] for name in ("before", "after", "chosen")
@@ -504,7 +504,7 @@ def test_report_shows_messages_or_decoded_tokens_without_them(world, tmp_path):
     shutil.rmtree(tmp_path / "store" / "raw_preferences")
     again = world.workshop.do(job)
     assert again.fingerprint == made.fingerprint
-    assert [sample["prompt"] for sample in again.details["samples"]] == [sample["prompt"][-500:] for sample in frozen]
+    assert [sample["prompt"] for sample in again.details.samples] == [sample["prompt"][-500:] for sample in frozen]
 
 
 def test_evaluation_without_memory_writes_advice(world):

@@ -27,7 +27,7 @@ def tune(job: Job) -> list[dict[str, Any]]:
     """
     with group(job.compute.device) as alone:
         made = run(job, alone, EventWriter(job.events, keep=True))
-    assert made.details.get("step0_apart", 0.0) < 0.5
+    assert made.details.step0_apart < 0.5
     return told(job)
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests import factories
 from tests.training.runs import (
     BETA,
     RATE,
@@ -31,7 +32,6 @@ from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import Positions, epoch_order
-from training.distributed import ALONE
 from training.jobs.policy import prepare
 from training.loop.objective import CollatedPairs, PreferenceObjective
 from training.loop.rank_sync import Flags
@@ -76,11 +76,11 @@ def test_policy_events_and_files_have_the_values_of_the_steps(tiny_world):
     assert names >= expected | {"training.json", "recipe.json", "metrics.json", "events.jsonl"}
     details = json.loads((job.staging / "metrics.json").read_text())
     assert details == made.details
-    assert details["step0_loss"] == pytest.approx(math.log(2), abs=1e-3)
-    assert details["rewards_finite"] is True
-    assert details["series"]["steps"] == list(range(1, 13))
-    assert details["series"]["loss"] == losses(job)
-    assert details["tokens"] == sum(len(e[f"{s}_ids"]) for e in steps_examples(tiny_world, 12) for s in SIDES)
+    assert details.step0_loss == pytest.approx(math.log(2), abs=1e-3)
+    assert details.rewards_finite is True
+    assert details.series["steps"] == list(range(1, 13))
+    assert details.series["loss"] == losses(job)
+    assert details.tokens == sum(len(e[f"{s}_ids"]) for e in steps_examples(tiny_world, 12) for s in SIDES)
 
 
 @pytest.mark.parametrize(("least", "steps"), [(2, 12), (7, 12), (2, 3)])
@@ -135,7 +135,7 @@ def test_policy_eval_events_match_the_written_policy(tmp_path):
 def test_policy_without_max_steps_takes_all_epochs(tiny_world):
     """38 pairs, 8 per batch: 5 steps per epoch."""
     job = tiny_world.job("policy", settings(max_steps=None, epochs=2))
-    assert tune(job).details["steps"] == 10
+    assert tune(job).details.steps == 10
 
 
 def test_policy_without_held_out_pairs_has_no_eval_events(tmp_path):
@@ -196,7 +196,7 @@ def test_policy_with_errors_that_cancel_in_the_margin_raises(tiny_world):
 
 def test_step_with_infinite_loss_and_finite_gradient_raises(tiny_world):
     """The hinge loss of a margin of minus infinity is infinite; its slope is beta, as everywhere below the corner."""
-    prepared = prepare(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
+    prepared = prepare(factories.context(tiny_world.job("policy", settings(loss={"type": "hinge"}))))
     train_step, row = prepared.trainer.train_step, int(prepared.data.batches.batch(1)[3])
     prepared.data.table.logprobs_P2[row, 0] = np.inf
     with pytest.raises(TrainingError, match=rf"step 1: .*\(rank 0, rows {100 + row}\).*\[non-finite-loss\]"):
@@ -208,7 +208,7 @@ def test_policy_with_infinite_gradient_norm_raises_and_keeps_weights(tiny_world)
     """Float32 can represent gradients of 1e30, but not the sum of their squares."""
     loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
     job = tiny_world.job("policy", settings(loss=loss))
-    prepared = prepare(job, ALONE, EventWriter(job.events))
+    prepared = prepare(factories.context(job, events=EventWriter(job.events)))
     with pytest.raises(TrainingError, match=r"step 1: .* 1 ranks is inf.*\[non-finite-gradient-norm\]"):
         prepared.trainer.run()
     assert told(job) == []
@@ -294,11 +294,11 @@ def test_policy_with_table_of_another_dtype_writes_a_note(tiny_world, precision:
     job = tiny_world.job("policy", settings(max_steps=1, precision=precision))
     details = tune(job).details
     notes = [e["text"] for e in told(job, "note") if "`reference.dtype: bfloat16`" in e["text"]]
-    assert details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5), "of the model that made the table"
+    assert details.step0_loss == pytest.approx(math.log(2), abs=1e-5), "of the model that made the table"
     if precision == "float32":
         assert "step0_apart" not in details and notes == []
     else:
-        apart = details["step0_apart"]
+        apart = details.step0_apart
         assert 1e-3 < apart < 1.0
         assert [f" {apart:.2g} nats" in text for text in notes] == [True]
         phases = [e["phase"] for e in told(job, "phase")]
@@ -327,7 +327,7 @@ def test_policy_in_bfloat16_with_wide_weights_passes_the_reference_check(tmp_pat
     model.save_pretrained(world.model)
     write_reference(world, model.eval())
     job = world.job("policy", settings(precision="bfloat16", max_steps=1))
-    assert tune(job).details["step0_apart"] > 1.0
+    assert tune(job).details.step0_apart > 1.0
 
 
 MUON = {"type": "muon", "learning_rate": 1e-3, "adamw": {"learning_rate": 1e-3}}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training import runs
 from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
 from tests.training.worlds import build_world
@@ -22,7 +23,6 @@ from training.contract.protocol.events import EventWriter
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import epoch_order
 from training.data.tokenization.pair_dataset import Pairs
-from training.distributed import ALONE
 from training.scoring.logprob_tails import read_table
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam amplify rounding errors of gradients near zero to full steps
@@ -150,9 +150,9 @@ def test_policy_with_each_loss_learns(tiny_world, loss):
     job = tiny_world.job("policy", settings(loss, max_steps=10, batch_size=38, micro_tokens=1000))
     made = tune(job)
     assert losses(job)[-1] < losses(job)[0]
-    assert abs(made.details["step0_loss"] - made.details["step0_expected"]) <= made.details["step0_allowed"]
+    assert abs(made.details.step0_loss - made.details.step0_expected) <= made.details.step0_allowed
     assert {e["step"] for e in told(job, "eval")} == {0, 10}
-    assert told(job, "eval")[-1]["eval/loss"] == pytest.approx(made.details["eval"]["eval/loss"])
+    assert told(job, "eval")[-1]["eval/loss"] == pytest.approx(made.details.eval["eval/loss"])
 
 
 def test_policy_events_have_the_losses_of_a_mixture(tiny_world):
@@ -202,8 +202,8 @@ def test_policy_resumed_with_running_mean_gives_the_same_bits(tiny_world):
     assert losses(disturbed) == losses(calm)
     weights = [(job.staging / "model.safetensors").read_bytes() for job in (calm, disturbed)]
     assert weights[0] == weights[1]
-    assert made.details["objective"] == json.loads((calm.staging / "metrics.json").read_text())["objective"]
-    assert made.details["objective"]["rewards"] == 2 * (4 * 8 + 6 + 4 * 8 + 6 + 2 * 8)
+    assert made.details.objective == json.loads((calm.staging / "metrics.json").read_text())["objective"]
+    assert made.details.objective["rewards"] == 2 * (4 * 8 + 6 + 4 * 8 + 6 + 2 * 8)
 
 
 def test_policy_details_without_running_mean_lack_the_objective(tiny_world):
@@ -228,7 +228,7 @@ def test_read_table_with_tails_matches_plain_transformers(tiny_world):
     held_out = pairs.indices("validation")
     table = LogProbTable.read(tiny_world.reference, len(pairs))
     loss = Loss.model_validate(job.settings["loss"])
-    found = read_table(job, pairs, held_out, loss, ALONE, EventWriter(job.events)).tails_P2
+    found = read_table(factories.context(job, events=EventWriter(job.events)), pairs, held_out, loss).tails_P2
     model, expected = AutoModelForCausalLM.from_pretrained(tiny_world.model), np.full((len(pairs), 2), np.nan)
     for at in held_out:
         common = table.tokens_P2[at].min()

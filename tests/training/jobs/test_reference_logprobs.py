@@ -46,17 +46,17 @@ class Oracle:
     workshop: Any
     data: Path
     rows: list[dict[str, Any]]
-    raw: Artifact
+    raw: Artifact[Any]
 
     @property
     def model(self) -> Path:
         return self.data / "models" / "tiny-chat"
 
-    def pairs(self, train_on: str = "last_response") -> Artifact:
+    def pairs(self, train_on: str = "last_response") -> Artifact[Any]:
         rules = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
         return self.workshop.tokenize(self.raw, self.model, rules)
 
-    def job(self, of: Artifact | Path) -> Job:
+    def job(self, of: Artifact[Any] | Path) -> Job:
         return self.workshop.job(
             "reference",
             "reference_logprobs",
@@ -77,17 +77,19 @@ def oracle(shared_data: Path, tmp_path_factory) -> Oracle:
     (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
     workshop = Workshop(root)
     raw = workshop.read(root / "rows.jsonl", 0.3)
-    assert raw.details["counts"]["pairs"] == len(rows) > 300
+    assert raw.details.counts.pairs == len(rows) > 300
     return Oracle(workshop, shared_data, rows, raw)
 
 
 @pytest.fixture(scope="module")
-def last_response(oracle: Oracle) -> tuple[Artifact, Artifact]:
+def last_response(oracle: Oracle) -> tuple[Artifact[Any], Artifact[Any]]:
     of = oracle.pairs()
     return of, oracle.workshop.do(oracle.job(of))
 
 
-def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callable[[dict[str, Any]], bool]) -> float:
+def worst_difference(
+    oracle: Oracle, table: Artifact[Any], field: str, which: Callable[[dict[str, Any]], bool]
+) -> float:
     """Return the greatest difference among the rows for which `which` is true, in nats per sequence."""
     found = LogProbTable.read(table.folder, len(oracle.rows))
     return max(
@@ -143,7 +145,7 @@ def test_reference_details_and_progress_have_the_counts(oracle, last_response):
     )
     last = [e for e in events if e["event"] == "progress"][-1]
     assert last["done"] == last["total"] and last["seconds_left"] == 0
-    assert table.details["tokens"] == sum(
+    assert table.details.tokens == sum(
         r[s]["n_total"] - r[s]["n_prompt"] for r in oracle.rows for s in ("chosen", "rejected")
     )
 
@@ -153,7 +155,7 @@ def test_reference_details_and_progress_have_the_counts(oracle, last_response):
 def test_reference_run_twice_takes_all_from_the_cache(oracle, last_response):
     of, table = last_response
     again = oracle.workshop.do(oracle.job(of))
-    assert (again.details["hits"], again.details["scored"]) == (table.details["sequences"], 0)
+    assert (again.details.hits, again.details.scored) == (table.details.sequences, 0)
     assert again.fingerprint == table.fingerprint
 
 
@@ -189,7 +191,7 @@ def start(script: str, job: Job, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture(scope="module")
-def few(last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
+def few(last_response: tuple[Artifact[Any], Artifact[Any]], tmp_path_factory) -> Path:
     """Return a folder with the first hundred pairs."""
     folder = tmp_path_factory.mktemp("few")
     with pa.ipc.open_stream(last_response[0].folder / PAIRS_FILE) as stream:
@@ -198,7 +200,7 @@ def few(last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact:
+def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact[Any]:
     return oracle.workshop.do(copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
 
 
@@ -228,8 +230,8 @@ def test_reference_on_several_ranks_gives_the_same_bits_and_disjoint_shards(
     shards = [{**load_file(f / "index.safetensors"), **load_file(f / "tokens.safetensors")} for f in folders]
     assert len(shards) == ranks
     keys = np.concatenate([shard["keys"] for shard in shards])
-    assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details["sequences"], "disjoint and complete"
-    assert min(len(s["tokens"]) for s in shards) > 0.6 / ranks * undisturbed.details["tokens"], "comparable parts"
+    assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details.sequences, "disjoint and complete"
+    assert min(len(s["tokens"]) for s in shards) > 0.6 / ranks * undisturbed.details.tokens, "comparable parts"
 
 
 @pytest.mark.shared
@@ -237,7 +239,7 @@ def test_reference_on_several_ranks_gives_the_same_bits_and_disjoint_shards(
 def test_reference_killed_and_resumed_keeps_shards_and_bits(oracle, few, undisturbed, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     job = copy_of(oracle.job(few), tmp_path)
-    rule, store = undisturbed.details["rule"], Store(job.store)
+    rule, store = undisturbed.details.rule, Store(job.store)
     with start(SCORER, job, rule) as killed:
         while len(store.fingerprints(f"memo/{rule}")) < 3 and killed.poll() is None:
             time.sleep(0.01)
@@ -245,7 +247,7 @@ def test_reference_killed_and_resumed_keeps_shards_and_bits(oracle, few, undistu
     assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
     kept = len(store.fingerprints(f"memo/{rule}"))
     resumed = oracle.workshop.do(job)
-    assert 0 < resumed.details["hits"] < resumed.details["sequences"] and kept >= 3
+    assert 0 < resumed.details.hits < resumed.details.sequences and kept >= 3
     assert resumed.fingerprint == undisturbed.fingerprint
 
 
@@ -286,7 +288,7 @@ def test_reference_with_shared_responses_scores_each_once(tiny_world, workshop):
 
     rewrite(tiny_world, share)
     made = workshop.do(tiny_job(tiny_world, workshop))
-    assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
+    assert made.details.sequences == made.details.scored == 2 * len(tiny_world.examples) - 10
     table = LogProbTable.read(made.folder, len(tiny_world.examples))
     assert len({*table.logprobs_P2[:10, 0], table.logprobs_P2[11, 1]}) == 1
 
@@ -299,7 +301,7 @@ def test_reference_with_new_pairs_scores_only_these(tiny_world, workshop):
     rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), all_pairs[::-1]))
     second = workshop.do(tiny_job(tiny_world, workshop))
     after = LogProbTable.read(second.folder, len(all_pairs))
-    assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(all_pairs) - 80)
+    assert (second.details.hits, second.details.scored) == (80, 2 * len(all_pairs) - 80)
     assert after.logprobs_P2[::-1][:40].tolist() == before.logprobs_P2.tolist()
 
 
@@ -310,7 +312,7 @@ def test_reference_with_other_dtype_or_weights_has_no_hits(tiny_world, workshop,
     if change == "weights":
         model = job.inputs["reference_model"].model_copy(update={"fingerprint": "1" * 64})
         job = job.model_copy(update={"inputs": {**job.inputs, "reference_model": model}})
-    assert workshop.do(job).details["hits"] == 0
+    assert workshop.do(job).details.hits == 0
 
 
 def test_reference_with_corrupt_shard_scores_again_and_writes_a_note(tiny_world, workshop):
@@ -321,7 +323,7 @@ def test_reference_with_corrupt_shard_scores_again_and_writes_a_note(tiny_world,
     content[-2] ^= 64
     shard.write_bytes(content)
     second = workshop.do(job)
-    assert second.details["hits"] == 0 and second.fingerprint == first.fingerprint
+    assert second.details.hits == 0 and second.fingerprint == first.fingerprint
     assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
 
 

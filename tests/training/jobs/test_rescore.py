@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training.runs import SIDES
 from training.contract.errors import UsageError
-from training.contract.protocol.events import EventWriter
 from training.contract.store.logprob_table import LogProbTable
-from training.distributed import ALONE
 from training.jobs import rescore
 from training.scoring.reference_check import evenly_spaced
 
 
 def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:
     job = world.job("proof", {"rows": rows})
-    rescore.run(job, ALONE, EventWriter(None))
+    rescore.run(factories.context(job))
     found: list[dict[str, Any]] = json.loads((job.staging / "rescored.json").read_text())
     return found
 

@@ -43,13 +43,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def calm(world: Any, forker: Any) -> Artifact:
+def calm(world: Any, forker: Any) -> Artifact[Any]:
     """Return the policy of an undisturbed run."""
     job = world.job("policy", SETTINGS, "calm", **COMPUTE)
     return published(job, forker.run(job))
 
 
-def disturb(forker: Any, job: Job, ends: Iterable[dict[str, float]], world: int = 1) -> Artifact:
+def disturb(forker: Any, job: Job, ends: Iterable[dict[str, float]], world: int = 1) -> Artifact[Any]:
     """Kill one attempt for each of `ends`, until one finishes first. Then finish the job, and return its artifact."""
     killed = 0
     for end in ends:
@@ -64,7 +64,7 @@ def disturb(forker: Any, job: Job, ends: Iterable[dict[str, float]], world: int 
     return published(job, statuses)
 
 
-def assert_same(found: Artifact, expected: Artifact) -> None:
+def assert_same(found: Artifact[Any], expected: Artifact[Any]) -> None:
     assert timeless(told(found, "step", "eval")) == timeless(told(expected, "step", "eval"))
     facts = [json.loads((artifact.folder / "metrics.json").read_text()) for artifact in (found, expected)]
     for name in ("series", "tokens", "steps", "step0_loss", "eval"):
@@ -74,20 +74,20 @@ def assert_same(found: Artifact, expected: Artifact) -> None:
     assert files[0] == files[1]
 
 
-def test_policy_killed_at_every_step_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
+def test_policy_killed_at_every_step_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
     job = world.job("policy", SETTINGS, "steps", **COMPUTE)
     assert_same(disturb(forker, job, ({"step": step} for step in range(1, STEPS + 1))), calm)
 
 
 @pytest.mark.system
-def test_policy_killed_between_file_operations_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
+def test_policy_killed_between_file_operations_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
     """It is killed at opens, renames and removals of files and folders, from the resuming on."""
     job = world.job("policy", SETTINGS, "operations", **COMPUTE)
     assert_same(disturb(forker, job, ({"touch": count} for count in range(1, 60, 3))), calm)
 
 
 @pytest.mark.system
-def test_policy_killed_while_a_file_grows_has_the_same_bits(world: Any, forker: Any, calm: Artifact):
+def test_policy_killed_while_a_file_grows_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
     """It is killed at offsets of a file of about 170,000 bytes. No checkpoint is complete, so each attempt starts again."""
     job = world.job("policy", SETTINGS, "offsets", **COMPUTE)
     assert_same(disturb(forker, job, ({"size": size} for size in (9_000, 20_000, 65_537, 131_072, 169_000))), calm)
@@ -114,7 +114,7 @@ def test_policy_on_two_ranks_killed_has_the_same_bits(world: Any, forker: Any, w
     assert_same(disturbed, published(calm, forker.run(calm, 2)))
 
 
-def test_policy_with_sigterm_after_the_last_step_saves(world: Any, forker: Any, calm: Artifact):
+def test_policy_with_sigterm_after_the_last_step_saves(world: Any, forker: Any, calm: Artifact[Any]):
     """No later step can notice the signal, and writing the policy may take long."""
     job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
     assert forker.run(job, stop=20) == [1]
@@ -123,12 +123,12 @@ def test_policy_with_sigterm_after_the_last_step_saves(world: Any, forker: Any, 
     assert_same(published(job, forker.run(job)), calm)
 
 
-def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker: Any, calm: Artifact):
+def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker: Any, calm: Artifact[Any]):
     """A second save of that step would first remove the only checkpoint. Its facts would then have seconds of a save."""
     job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
     assert forker.run(job, stop=20) == [1]
     [checkpoint] = job.checkpoints.glob("*/step-????????")
-    assert "checkpoints" not in read_manifest(checkpoint).details["seconds"]
+    assert "checkpoints" not in read_manifest(checkpoint).details.seconds
     job.error.unlink()
     assert_same(published(job, forker.run(job)), calm)
 
@@ -151,7 +151,7 @@ def test_policy_with_sigterm_saves_after_the_next_step(world: Any, forker: Any, 
 
 @pytest.mark.parametrize("event_written", [False, True])
 def test_policy_killed_in_an_evaluation_resumes_from_that_step(
-    world: Any, forker: Any, calm: Artifact, monkeypatch: pytest.MonkeyPatch, event_written: bool
+    world: Any, forker: Any, calm: Artifact[Any], monkeypatch: pytest.MonkeyPatch, event_written: bool
 ):
     """A long evaluation may outlast the grace period of a stop. Its event must appear once, also if it was written before."""
     job = world.job("policy", SETTINGS, f"evaluating-{event_written}", **(COMPUTE | {"checkpoint_every": 7}))

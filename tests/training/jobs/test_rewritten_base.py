@@ -52,13 +52,15 @@ def by_launcher(job: Job) -> str:
     return ""
 
 
-def undisturbed(place: Place, root: Path, run: Run, kind: JobKind, changes: dict[str, Any] | None = None) -> Artifact:
+def undisturbed(
+    place: Place, root: Path, run: Run, kind: JobKind, changes: dict[str, Any] | None = None
+) -> Artifact[Any]:
     job = place.copied_to(root).job(kind, changes)
     assert run(job) == ""
     return published(job)
 
 
-def published(job: Job) -> Artifact:
+def published(job: Job) -> Artifact[Any]:
     found = made(job)
     assert found is not None
     return found
@@ -66,7 +68,7 @@ def published(job: Job) -> Artifact:
 
 def disturbed(
     place: Place, run: Run, kind: JobKind, moment: Moment | None, other: bool, changes: dict[str, Any] | None = None
-) -> tuple[str, Artifact]:
+) -> tuple[str, Artifact[Any]]:
     """Run a job and rewrite its base at `moment`. Return the job's error, or "", and its artifact.
 
     If the job fails, a second run makes the artifact. Without a moment, the base is rewritten before the job starts. Changed
@@ -89,13 +91,13 @@ def disturbed(
 
 
 @pytest.fixture(scope="module")
-def calm_policy(place: Place, tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Artifact:
+def calm_policy(place: Place, tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Artifact[Any]:
     return undisturbed(place, tmp_path_factory.mktemp("calm") / "place", by_fork(forker), "policy")
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["the same bytes", "others"])
 def test_policy_with_base_rewritten_after_reading_is_unchanged(
-    place: Place, calm_policy: Artifact, tmp_path: Path, forker: Forker, other: bool
+    place: Place, calm_policy: Artifact[Any], tmp_path: Path, forker: Forker, other: bool
 ) -> None:
     """The events have a note about the change."""
     there = place.copied_to(tmp_path / "place")
@@ -115,7 +117,7 @@ def replace(weights: Path) -> None:
 
 @pytest.mark.parametrize("change", [remove, replace])
 def test_policy_with_base_removed_or_replaced_after_reading_is_unchanged(
-    place: Place, calm_policy: Artifact, tmp_path: Path, forker: Forker, change: Callable[[Path], None]
+    place: Place, calm_policy: Artifact[Any], tmp_path: Path, forker: Forker, change: Callable[[Path], None]
 ) -> None:
     there = place.copied_to(tmp_path / "place")
     job = there.job("policy")
@@ -156,12 +158,12 @@ def places(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 @pytest.fixture(scope="module")
-def calm(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+def calm(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact[Any]]:
     """Return a function that gives the artifact of an undisturbed job. Each job runs once."""
     root = tmp_path_factory.mktemp("calm")
-    known: dict[str, Artifact] = {}
+    known: dict[str, Artifact[Any]] = {}
 
-    def find(there: str, kind: JobKind, changes: dict[str, Any]) -> Artifact:
+    def find(there: str, kind: JobKind, changes: dict[str, Any]) -> Artifact[Any]:
         name = f"{there}-{kind}-{len(changes)}"
         if name not in known:
             known[name] = undisturbed(places[there], root / name, by_launcher, kind, changes)
@@ -209,7 +211,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("there", "kind", "changes", "moment", "was_read"), list(cases()))
 def test_job_with_base_rewritten_at_any_moment_is_right_or_fails(
     places: Places,
-    calm: Callable[..., Artifact],
+    calm: Callable[..., Artifact[Any]],
     tmp_path: Path,
     there: str,
     kind: JobKind,

@@ -70,7 +70,7 @@ def test_sft_losses_match_a_naive_loop(tiny_world):
     assert losses(job) == pytest.approx(expected, abs=1e-5)
     assert made.fingerprint == weights_identity(job.staging).fingerprint
     assert (job.staging / "tokenizer_config.json").is_file()
-    assert made.details["series"]["loss"] == losses(job)
+    assert made.details.series["loss"] == losses(job)
 
 
 def test_sft_in_bfloat16_stays_near_float32(tiny_world):
@@ -110,8 +110,8 @@ def test_sft_events_and_curve_have_the_values_of_the_steps(tiny_world, monkeypat
     job = tiny_world.job("sft", settings(epochs=1))
     made = tune(job)
     steps = told(job)
-    assert made.details["series"]["steps"] == [1, 2, 4, 5]
-    assert made.details["series"]["loss"] == [losses(job)[n - 1] for n in (1, 2, 4, 5)]
+    assert made.details.series["steps"] == [1, 2, 4, 5]
+    assert made.details.series["loss"] == [losses(job)[n - 1] for n in (1, 2, 4, 5)]
     assert [e["learning_rate"] for e in steps] == pytest.approx([RATE * f for f in (1, 0.8, 0.6, 0.4, 0.2)])
     assert all(e["grad_norm"] > 0 and math.isfinite(e["loss"]) for e in steps)
 

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 
+from tests import factories
 from tests.training.runs import settings, tune
-from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.distributed import ALONE
 from training.loop.run_state import RunState
 
 
 def record_of(job: Job) -> RunState:
-    return RunState(job, ALONE, EventWriter(None), ("loss",))
+    return RunState(factories.context(job), ("loss",))
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(7, 7), (200, 200), (450, 151)])
@@ -21,21 +20,21 @@ def test_add_step_keeps_about_200_values_of_a_curve(tiny_world: Any, steps: int,
     record = record_of(tiny_world.job("policy", settings()))
     for step in range(1, steps + 1):
         record.add_step(step, steps, {"loss": 1 / step, "peak_memory_mb": 500.0 - step, "grad_norm": 2.0}, tokens=10)
-    found = record.facts["series"]
+    found = record.figures.series
     assert found.keys() == {"steps", "loss"}
     assert (found["steps"][0], found["steps"][-1], len(found["steps"])) == (1, steps, kept)
     assert found["loss"] == [1 / step for step in found["steps"]]
-    assert (record.facts["steps"], record.facts["tokens"], record.facts["peak_memory_mb"]) == (steps, 10 * steps, 499.0)
-    assert record.facts["train"]["loss"] == 1 / steps
+    assert (record.figures.steps, record.figures.tokens, record.figures.peak_memory_mb) == (steps, 10 * steps, 499.0)
+    assert record.figures.train["loss"] == 1 / steps
 
 
 def test_restore_takes_saved_facts_and_adds_seconds(tiny_world: Any):
     before, after = (record_of(tiny_world.job("policy", settings())) for _ in range(2))
     before.facts |= {"tokens": 70, "seconds": {"training": 5.0, "loading": 2.0}}
-    after.facts["seconds"] = {"loading": 3.0}
+    after.figures.seconds = {"loading": 3.0}
     after.restore(dict(before.facts))
-    assert after.facts["tokens"] == 70
-    assert after.facts["seconds"] == {"training": 5.0, "loading": 5.0}
+    assert after.figures.tokens == 70
+    assert after.figures.seconds == {"training": 5.0, "loading": 5.0}
     assert after.facts.keys() == before.facts.keys()
 
 

@@ -195,8 +195,9 @@ def test_step_with_each_setting_waits_in_sync_step_only(world: Any, way: dict[st
 
 def test_trainer_between_steps_does_not_wait(world: Any):
     """The running mean of `bco_pair` is read when it is saved, not in each step."""
-    job, stepper = world.job("policy", {}), stepper_of(world, CPU, loss={"type": "bco_pair"})
-    trainer = Trainer(job, SILENT, stepper, RunState(job, stepper.group, SILENT, ("loss",)))
+    stepper = stepper_of(world, CPU, loss={"type": "bco_pair"})
+    context = factories.context(world.job("policy", {}), stepper.group, SILENT)
+    trainer = Trainer(context, stepper, RunState(context, ("loss",)))
     for step in (1, 2):
         with NoNumbers(), NoWaiting(rank_sync.sync_step) as watch:
             trainer._step(step)

@@ -34,7 +34,7 @@ def reference_job(world: Any, name: str, **compute: Any) -> Job:
     return job
 
 
-def scored(world: Any, forker: Any, ranks: int, parallel: str, nodes: int = 1) -> tuple[Job, Artifact]:
+def scored(world: Any, forker: Any, ranks: int, parallel: str, nodes: int = 1) -> tuple[Job, Artifact[Any]]:
     job = reference_job(world, f"{parallel}-{ranks}", parallel=parallel)
     return job, published(job, forker.run(job, ranks, nodes))
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training import runs
 from tests.training.model.architectures import build
 from tests.training.runs import losses, on_two_ranks, published, told
 from tests.training.worlds import build_world, write_reference
 from training.contract.errors import TrainingError
-from training.contract.protocol.events import EventWriter
 from training.contract.store.store import Artifact
 from training.distributed import Group
 from training.jobs.policy import prepare
@@ -32,12 +32,12 @@ def settings(**changes: Any) -> dict[str, Any]:
     return runs.settings(**{"batch_size": 6, "micro_tokens": 40, "max_steps": 10} | changes)
 
 
-def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
+def weights(artifact: Artifact[Any]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = load_file(artifact.folder / "model.safetensors")
     return found
 
 
-def distance(left: Artifact, right: Artifact) -> float:
+def distance(left: Artifact[Any], right: Artifact[Any]) -> float:
     """Return the largest difference of two weights. Assert that names, shapes and dtypes are the same."""
     ones, others = weights(left), weights(right)
     assert {n: (t.shape, t.dtype) for n, t in ones.items()} == {n: (t.shape, t.dtype) for n, t in others.items()}
@@ -191,7 +191,7 @@ def test_a_nan_loss_in_a_padding_micro_batch_reports_only_the_rank_of_the_pair(t
     job = build_world(tmp_path).job("policy", settings(micro_tokens=1, batch_size=5), parallel="fsdp")
 
     def work(group: Group) -> tuple[list[int], int, str]:
-        prepared = prepare(job, group, EventWriter(None))
+        prepared = prepare(factories.context(job, group))
         batch = prepared.data.batches.batch(1)
         shortest = int(batch[prepared.data.batches.lengths.run_I[batch].argmin()])
         prepared.data.table.logprobs_P2[shortest, 0] = np.nan
@@ -210,7 +210,7 @@ def test_a_non_finite_gradient_with_finite_losses_names_all_rows_of_its_rank(tmp
     job = build_world(tmp_path).job("policy", settings(batch_size=5), parallel="ddp")
 
     def work(group: Group) -> tuple[list[int], str]:
-        prepared = prepare(job, group, EventWriter(None))
+        prepared = prepare(factories.context(job, group))
         if group.rank == 1:
             next(iter(prepared.params.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
         parts = prepared.data.batches.micro_batches(1, group.rank, group.world)

@@ -45,7 +45,7 @@ def again(baseline: Baseline, name: str) -> tuple[RunReport, str]:
 
 def train_pairs(baseline: Baseline, name: str) -> int:
     pairs = baseline.services.store.open("tokenized_pairs", baseline.fingerprints[name]["tokenized_pairs"] or "")
-    count: int = pairs.details["counts"]["train"]
+    count: int = pairs.details.counts.train
     return count
 
 

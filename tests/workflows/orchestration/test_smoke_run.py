@@ -38,7 +38,7 @@ def test_smoke_run_trains_and_leaves_nothing(loaded: LoadedRecipe, tmp_path: Pat
         for kind in ("policy", "reference_logprobs", "released_model"):
             assert services.store.fingerprints(kind) == [], kind
     [pairs] = services.store.fingerprints("tokenized_pairs")
-    train = services.store.open("tokenized_pairs", pairs).details["counts"]["train"]
+    train = services.store.open("tokenized_pairs", pairs).details.counts.train
     assert found.recipe_steps == 2 * -(-train // 2)
     assert services.tracker.experiment_id(pipeline.family) is None
     assert services.registry.versions() == []

@@ -46,19 +46,19 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
 
 
 @pytest.fixture
-def policy(baseline: Baseline) -> Artifact:
+def policy(baseline: Baseline) -> Artifact[Any]:
     return baseline.services.store.open("policy", baseline.fingerprints["adapted"]["policy"])
 
 
 @pytest.fixture
-def peft_model(baseline: Baseline, policy: Artifact) -> torch.nn.Module:
+def peft_model(baseline: Baseline, policy: Artifact[Any]) -> torch.nn.Module:
     """Load base and adapter with peft, without this program."""
     return PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(baseline.folders["adapted"] / "base"), policy.folder
     )
 
 
-def test_the_policy_is_a_few_small_files_and_learned_something(baseline: Baseline, policy: Artifact):
+def test_the_policy_is_a_few_small_files_and_learned_something(baseline: Baseline, policy: Artifact[Any]):
     names = policy.manifest.files.keys()
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "recipe.json"} <= names
     assert not {"model.safetensors", "config.json"} & names

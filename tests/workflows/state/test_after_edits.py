@@ -391,8 +391,8 @@ def test_a_policy_that_starts_from_the_champion(baseline: Baseline, sandbox: San
     pipeline = loaded.pipeline
     made = baseline.services.store.open("policy", latest(baseline.instance, pipeline.key("policy")).fingerprint or "")
     assert made.manifest.made_from.settings["champion"] == weights
-    assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4
+    assert made.details.step0_loss == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(made.details.series["rewards/margins"][0]) > 1e-4
     second = registry.find_version(name, {"pedigree.policy": made.fingerprint})
     assert registry.promote(second, over=first)
     assert causes(pipeline, baseline)["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)

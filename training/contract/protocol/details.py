@@ -143,7 +143,10 @@ class LogProbsDetails(Details):
 
 
 class RunDetails(Details):
-    """The figures of a training, by `RunState`. `train`: metrics of the last step. `series`: about 200 values of a metric."""
+    """The figures of a training, by `RunState`. `train`: metrics of the last step. `series`: about 200 values of a metric.
+
+    `objective`: the state of a loss that depends on earlier batches.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -152,6 +155,7 @@ class RunDetails(Details):
     peaks_mb: dict[str, float] = Field(default={})
     train: dict[str, Figure] = Field(default={})
     series: dict[str, list[Figure]] = Field(default={})
+    objective: dict[str, Figure] | None = None
     world: int = 1
 
 
@@ -167,13 +171,17 @@ class TrainedPairs(StoredModel):
 
 
 class PolicyDetails(RunDetails):
-    """`policy`. `step0_...`: the loss before the first step (training.scoring.reference_check). `eval`: held-out metrics."""
+    """`policy`. `step0_...`: the loss before the first step (training.scoring.reference_check). `eval`: held-out metrics.
+
+    `step0_apart`: nats a response between policy and table before training, if their dtypes differ.
+    """
 
     pairs: TrainedPairs = TrainedPairs()
     rewards_finite: bool
     step0_loss: Figure
     step0_expected: float
     step0_allowed: float
+    step0_apart: Figure | None = None
     eval: dict[str, Figure] = Field(default={})
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def derivation(version: str = "1") -> Derivation:
 
 def publish(
     store: Store, text: str = "hello", version: str = "1", fingerprint: str = FINGERPRINT, **details: object
-) -> Artifact:
+) -> Artifact[Any]:
     with store.staging() as staging:
         (staging / "part").mkdir()
         (staging / "part" / "text.txt").write_text(text)
@@ -58,7 +59,7 @@ def test_adopt_takes_only_an_intact_artifact_of_the_fingerprint(store, tmp_path)
     published = publish(store, pairs=3)
     other = Store(tmp_path / "other")
 
-    def adopt(fingerprint: str, text: str = "hello") -> Artifact:
+    def adopt(fingerprint: str, text: str = "hello") -> Artifact[Any]:
         with other.staging() as staging:
             copy = shutil.copytree(published.folder, staging / "copy")
             (copy / "part" / "text.txt").write_text(text)

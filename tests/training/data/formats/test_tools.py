@@ -191,7 +191,7 @@ def test_pairs_of_the_same_roles_are_checked_separately(
     for rows in ([complete, incomplete], [incomplete, complete]):
         done = workshop.pairs(workshop.rows(rows, format="conversational"), spec)
         assert done.pairs.rows.tolist() == [rows.index(complete)]
-        assert done.details["first_left_out"] == f"row {rows.index(incomplete)}, the template {problem}"
+        assert done.details.first_left_out == f"row {rows.index(incomplete)}, the template {problem}"
 
 
 @pytest.mark.shared
@@ -217,8 +217,8 @@ def test_pairs_with_tool_results_inside_generation_are_dropped(workshop, tiny_ch
     )
     spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on="assistant_turns")
     done = workshop.pairs(workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY]), spec)
-    assert done.pairs.rows.tolist() == [0] and done.details["left_out"] == 1
-    assert done.details["first_left_out"] == "row 1, the template has the result of a tool inside {% generation %}"
+    assert done.pairs.rows.tolist() == [0] and done.details.left_out == 1
+    assert done.details.first_left_out == "row 1, the template has the result of a tool inside {% generation %}"
 
 
 @pytest.mark.shared
@@ -233,19 +233,19 @@ def test_pairs_with_tool_results_need_assistant_turns(workshop, tiny_chat, tmp_p
     asks = _message("assistant", "", tool_calls=[_call("weather", {"place": "<|im_end|>"})])
     stops_too = {**TRAJECTORY, "chosen": [asks, RESULT, WET]}
     rows = workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops, stops_too])
-    assert rows.details["counts"]["pairs"] == 4
+    assert rows.details.counts.pairs == 4
     by_turns, as_one = (
         workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on))
         for train_on in ("assistant_turns", "last_response")
     )
-    assert by_turns.details["reasons"] == {"doubled end of turn": 2} and by_turns.details["left_out"] == 0
-    detail = by_turns.details["dropped_examples"][0]["detail"]
+    assert by_turns.details.reasons == {"doubled end of turn": 2} and by_turns.details.left_out == 0
+    detail = by_turns.details.dropped_examples[0]["detail"]
     assert "`chosen`" in detail and "'<|im_end|>'" in detail
     tokens = by_turns.pairs.sequence(1, "rejected")
     trained = AutoTokenizer.from_pretrained(tiny_chat).decode(tokens.ids_T[tokens.mask_T])
     assert trained == "[weather]<|im_end|>" * 2 + "It is dry.<|im_end|>"
-    assert as_one.details["reasons"] == {"answer of several messages": 3} and as_one.details["left_out"] == 3
-    first = as_one.details["first_left_out"]
+    assert as_one.details.reasons == {"answer of several messages": 3} and as_one.details.left_out == 3
+    first = as_one.details.first_left_out
     assert first.startswith("row 1, `chosen` has 3 messages") and "`tokenization.train_on: assistant_turns`" in first
 
 
@@ -383,7 +383,7 @@ def test_preferences_of_a_table_have_the_fingerprint_of_its_json_lines(workshop,
     assert table["chosen"][1].as_py()[0]["tool_calls"] is None and "place" in str(table.schema.field("tools").type)
     pq.write_table(table, tmp_path / "rows.parquet")
     read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
-    assert read.details["counts"]["pairs"] == 2
+    assert read.details.counts.pairs == 2
     assert read.made.fingerprint == workshop.rows(rows).made.fingerprint
 
 
@@ -411,7 +411,7 @@ def test_preferences_read_template_arguments_of_a_map_or_struct(workshop, tmp_pa
         pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "rows.parquet")
         read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
         assert read.table("preferences.parquet")[0]["chat_template_kwargs"] == '{"thinking": true}'
-        assert read.details["reasons"] == ({} if values[1] == [] else {"unsupported field": 1})
+        assert read.details.reasons == ({} if values[1] == [] else {"unsupported field": 1})
 
 
 @pytest.mark.parametrize("tools", ['[{"name": "f", "\\ud800": 1, "\\ud800": 2}]', None], ids=["in text", "in the row"])
@@ -456,8 +456,8 @@ def test_pairs_with_tools_that_the_template_does_not_write_are_dropped(workshop,
     rows = [plain, {**plain, "tools": TOOLS}, {**plain, "chosen": [CALL]}]
     done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, tmp_path / "plain.jinja"))
     assert done.pairs.rows.tolist() == [0]
-    assert done.details["reasons"] == {"left out by the template": 2}
-    assert done.details["dropped_examples"][0]["detail"] == "the template does not write the tool 'weather'"
+    assert done.details.reasons == {"left out by the template": 2}
+    assert done.details.dropped_examples[0]["detail"] == "the template does not write the tool 'weather'"
 
 
 THINKING = (
@@ -601,8 +601,8 @@ def test_pairs_that_the_template_writes_incompletely_are_dropped(workshop, tiny_
     plain = {"prompt": "Why?", "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
     spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
     done = workshop.pairs(workshop.rows([plain, row]), spec)
-    details = [drop["detail"] for drop in done.details["dropped_examples"]]
-    assert done.details["left_out"] == len(details) == (missing is not None)
+    details = [drop["detail"] for drop in done.details.dropped_examples]
+    assert done.details.left_out == len(details) == (missing is not None)
     assert all(detail.startswith(f"the template does not write {missing}") for detail in details)
 
 
@@ -614,8 +614,8 @@ def test_pairs_with_deeply_nested_tools_are_kept_or_dropped(workshop, shared_dat
     rows += [json.dumps({**ASKED, "tools": "?"}).replace('"?"', text) for text in deep]
     done = workshop.rows([ASKED, *rows])
     made = workshop.pairs(done, workshop.tokenizer(shared_data / "tokenizers" / "qwen2.5"))
-    assert len(made.pairs) + made.details["counts"]["dropped"] == done.details["counts"]["pairs"] > 1
-    assert done.details["counts"]["rows_read"] == 101
+    assert len(made.pairs) + made.details.counts.dropped == done.details.counts.pairs > 1
+    assert done.details.counts.rows_read == 101
 
 
 ADDRESSED = "{% for m in messages %}{{ to or 'all' }}: {{ m.content }}<|im_end|>\n{% endfor %}"

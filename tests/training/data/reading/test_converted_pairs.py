@@ -62,7 +62,7 @@ class World:
                 pq.write_table(pa.Table.from_pylist(renamed), file)
         return file
 
-    def read(self, made: list[dict[str, Any]], suffix: str = ".jsonl", **settings: Any) -> Artifact:
+    def read(self, made: list[dict[str, Any]], suffix: str = ".jsonl", **settings: Any) -> Artifact[Any]:
         columns = settings.pop("mapped", {})
         file = self.write(made, suffix, **columns)
         settings = PARTS | {"columns": [columns], "roles": [{}]} | settings
@@ -83,7 +83,7 @@ def cold(tmp_path: Path) -> World:
     return World(tmp_path / "cold")
 
 
-def assert_same(made: Artifact, other: Artifact) -> None:
+def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
     assert made.fingerprint == other.fingerprint
     for name in ("preferences.parquet", "quarantine.parquet"):
         assert pq.read_table(made.file(name)).equals(pq.read_table(other.file(name)))
@@ -93,10 +93,10 @@ def assert_same(made: Artifact, other: Artifact) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_only_new_rows_are_converted(world: World, cold: World, suffix: str):
     first = world.read(rows(300), suffix)
-    good = first.details["counts"]["pairs"]
-    assert first.details["cached_rows"] == 0 and good < 300
+    good = first.details.counts.pairs
+    assert first.details.cached_rows == 0 and good < 300
     second = world.read(rows(320), suffix)
-    assert second.details["cached_rows"] == good
+    assert second.details.cached_rows == good
     assert_same(second, cold.read(rows(320), suffix))
 
 
@@ -109,7 +109,7 @@ def test_rows_elsewhere_in_a_file_are_known(world: World, cold: World):
     for settings in (*changes, {"names": ["a"]}):
         defaults: dict[str, Any] = {"fractions": [1.0], "names": [None]}
         second = world.read(moved, **defaults | settings)
-        assert second.details["cached_rows"] > 150
+        assert second.details.cached_rows > 150
         assert_same(second, cold.read(moved, **defaults | settings))
 
 
@@ -117,9 +117,9 @@ def test_a_mapped_column_is_checked_although_all_rows_are_known(world: World, co
     mapped = {"chosen": "better"}
     world.read(rows(50), mapped=mapped)
     second = world.read(rows(60), mapped=mapped)
-    assert second.details["cached_rows"] > 40
+    assert second.details.cached_rows > 40
     assert_same(second, cold.read(rows(60), mapped=mapped))
-    assert world.read(rows(50)).details["cached_rows"] == 0, "another mapping"
+    assert world.read(rows(50)).details.cached_rows == 0, "another mapping"
     for _ in range(2):
         with pytest.raises(DataError, match=r"nothere.*\[unknown-column\]$"):
             world.read(rows(50), columns=[{"prompt": "nothere"}])
@@ -148,4 +148,4 @@ def test_a_line_that_is_not_utf8_is_not_taken_for_the_text_that_describes_it(wor
         for key in (job.store / "keys" / "raw_preferences").glob("*.json"):
             key.unlink()
         made = world.workshop.do(job)
-        assert made.details["counts"]["pairs"] == made.details["counts"]["quarantined"] == 1
+        assert made.details.counts.pairs == made.details.counts.quarantined == 1

@@ -217,8 +217,8 @@ def test_fingerprint_covers_a_date_that_probes_do_not_show(workshop, tiny_chat, 
     days: list[dict[str, str]] = [{}, {"date": "2025-01-01"}, {"date": "2026-01-01"}]
     specs = [workshop.tokenizer(tiny_chat, write(text), **day) for day in days]
     undated, *dated = [workshop.pairs(rows, spec) for spec in specs]
-    assert undated.details["reasons"] == {"rejected by the template": 1}
-    assert undated.details["first_left_out"].endswith("set `tokenization.date`")
+    assert undated.details.reasons == {"rejected by the template": 1}
+    assert undated.details.first_left_out.endswith("set `tokenization.date`")
     assert len({done.made.fingerprint for done in dated}) == 2 and len({spec.made.fingerprint for spec in specs}) == 3
 
 
@@ -255,7 +255,7 @@ def test_render_with_a_date_returns_the_text_of_transformers_on_that_day(tiny_ch
 def test_freeze_template_that_rejects_the_marked_copy_accepts_it(workshop, tiny_chat, write):
     refuse = "{% if 'mark' in m.content %}{{ raise_exception('no') }}{% endif %}"
     text = "{% for m in messages %}" + refuse + "{{ m.content }}|{% endfor %}"
-    assert workshop.tokenizer(tiny_chat, write(text)).details["template"] == text
+    assert workshop.tokenizer(tiny_chat, write(text)).details.template == text
 
 
 def test_freeze_failing_template_with_a_date_names_the_templates_line(workshop, tiny_chat, write):
@@ -274,14 +274,14 @@ def test_freeze_tokenizer_without_a_template_needs_one_of_the_recipe(workshop, s
     with pytest.raises(TemplateError, match=r"tokenization\.chat_template.*\[no-chat-template\]"):
         workshop.tokenizer(folder)
     done = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
-    assert list(done.details["end_of_turn"].values()) == [1]
+    assert list(done.details.end_of_turn.values()) == [1]
 
 
 def test_freeze_files_that_changed_since_they_were_hashed_raises(workshop, tiny_chat, copied, write):
     folder, template = copied(), write((tiny_chat / "chat_template.jinja").read_text())
     hashes = {name: hash_file(path) for name, path in tokenizer_files(folder).items()}
     recorded = {"files": hashes, "chat_template": hash_file(template)}
-    assert workshop.tokenizer(folder, template, **recorded).details["files"] == hashes
+    assert workshop.tokenizer(folder, template, **recorded).details.files == hashes
     with pytest.raises(DataError, match=r"tokenizer\.json .*0{12} .* [0-9a-f]{12}.*\[file-changed\]"):
         workshop.tokenizer(folder, template, **{**recorded, "files": {**hashes, "tokenizer.json": "0" * 64}})
     write(template.read_text() + "{# since #}")
@@ -320,7 +320,7 @@ def test_render_rejected_role_raises_the_templates_message(tiny_chat):
 
 def test_freeze_template_without_an_end_of_turn_notes_it(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
-    assert done.details["end_of_turn"] == {}
+    assert done.details.end_of_turn == {}
     assert "no control token" in done.events.read_text()
 
 
@@ -343,7 +343,7 @@ def test_freeze_template_with_the_end_of_turn_outside_generation_notes_it(worksh
     end = "{{- '<|im_end|>' }}"
     text = CHATML.replace("INSIDE", end if inside else "").replace("OUTSIDE", "" if inside else "<|im_end|>")
     done = workshop.tokenizer(tiny_chat, write(text), train_on=train_on)
-    notes = [note for note in done.details["notes"] if "outside {% generation %}" in note]
+    notes = [note for note in done.details.notes if "outside {% generation %}" in note]
     assert bool(notes) == (train_on == "assistant_turns" and not inside)
     assert all("<|im_end|>" in note and note in done.events.read_text() for note in notes)
-    assert done.details["template_tokens"] == {"<|im_start|>": 1, "<|im_end|>": 2}
+    assert done.details.template_tokens == {"<|im_start|>": 1, "<|im_end|>": 2}

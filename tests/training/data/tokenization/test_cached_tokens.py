@@ -44,10 +44,10 @@ class World:
         where = {"tokenizer": str(self.tokenizer), "chat_template": str(template) if template else None, "named": NAMED}
         settings = RULES | rules | hashes_of(self.tokenizer, template)
         spec = self.workshop.do(self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
-        inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
+        inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
         return self.workshop.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED})
 
-    def tokenize(self, pairs: list[tuple[str, str, str]], template: Path | None = None, **rules: Any) -> Artifact:
+    def tokenize(self, pairs: list[tuple[str, str, str]], template: Path | None = None, **rules: Any) -> Artifact[Any]:
         return self.workshop.do(self.job(pairs, template, **rules))
 
 
@@ -61,11 +61,11 @@ def cold(tmp_path: Path, tiny_chat: Path) -> World:
     return World(tmp_path / "cold", tiny_chat)
 
 
-def counted(made: Artifact) -> tuple[int, int]:
-    return made.details["tokenized"], made.details["cached_rows"]
+def counted(made: Artifact[Any]) -> tuple[int, int]:
+    return made.details.tokenized, made.details.cached_rows
 
 
-def assert_same(made: Artifact, other: Artifact) -> None:
+def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
     assert made.fingerprint == other.fingerprint
     assert made.file("pairs.arrow").read_bytes() == other.file("pairs.arrow").read_bytes()
     differing = {name for name, value in other.details.items() if made.details[name] != value}
@@ -76,7 +76,7 @@ def test_only_new_rows_are_tokenized(world: World, cold: World):
     before, after = rows(400), rows(420)
     first = world.tokenize(before)
     assert counted(first) == (402, 0)
-    assert first.details["counts"]["dropped"] == 2 and len(first.details["reasons"]) == 2
+    assert first.details.counts.dropped == 2 and len(first.details.reasons) == 2
     second = world.tokenize(after)
     assert counted(second) == (20, 402)
     assert_same(second, cold.tokenize(after))
@@ -157,6 +157,6 @@ def test_a_row_that_fills_the_memory_is_dropped(world: World, tmp_path: Path):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     made = world.tokenize(rows(20), template)
-    assert made.details["counts"]["dropped"] == 3 and made.details["counts"]["pairs"] == 19
-    [detail] = [drop["detail"] for drop in made.details["dropped_examples"] if drop["row"] == 9]
+    assert made.details.counts.dropped == 3 and made.details.counts.pairs == 19
+    [detail] = [drop["detail"] for drop in made.details.dropped_examples if drop["row"] == 9]
     assert "more than 2 GiB of memory" in detail

@@ -41,7 +41,7 @@ def test_pairs_of_several_processes_equal_those_of_one(
     read, spec = workshop.rows(rows), workshop.tokenizer(tiny_chat, train_on=train_on, max_length=256)
     alone = workshop.pairs(read, spec)
     shutil.rmtree(alone.folder.parents[1] / "tokens")
-    assert alone.details["counts"]["dropped"] > 800 and len(alone.details["reasons"]) > 1
+    assert alone.details.counts.dropped > 800 and len(alone.details.reasons) > 1
     request.getfixturevalue("three_processes")
     together = workshop.pairs(read, spec)
     assert together.made.fingerprint == alone.made.fingerprint
