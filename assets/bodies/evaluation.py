@@ -19,7 +19,7 @@ from training.contract.config.key_settings import JsonObject
 from training.contract.config.loss import Loss
 from training.contract.protocol.artifacts import EVALUATION, POLICY, AssetName
 from training.contract.protocol.details import EvaluationDetails, PolicyDetails
-from training.contract.protocol.settings import EvaluationSpec, TrainingSpec
+from training.contract.protocol.settings import EvaluationSpec, RecordedSettings
 from training.contract.store.store import Artifact
 
 _SHOWN_SAMPLES = 8  # the report has all of them
@@ -51,7 +51,7 @@ def _margins(evaluation: Artifact) -> list[float]:
 def _loss_of_policy(context: AssetContext) -> Loss:
     """Return the loss of the policy's training. It is that of the evaluation spec, unless one spec was materialized alone."""
     trained = context.history.derivation(AssetName.POLICY, context.history.fingerprint(AssetName.POLICY))
-    return TrainingSpec.model_validate(trained.settings).loss
+    return RecordedSettings.model_validate(trained.settings).loss
 
 
 def _check_leakage(context: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:

@@ -19,6 +19,7 @@ from model_registry.model_version import MERGED
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
+from training.contract.protocol.settings import RecordedSettings
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
 
@@ -84,7 +85,7 @@ def _policy_derivation(store: Store, weights: str) -> Derivation:
 
 def _starting_weights(store: Store, derivation: Derivation) -> Iterator[str]:
     """Yield the weights of the champion from which training started, and of the base model if a recipe trained it."""
-    if (champion := derivation.settings.get("champion")) is not None:
+    if (champion := RecordedSettings.model_validate(derivation.settings).champion) is not None:
         yield champion
     reference = _open_derivation(
         store, AssetName.REFERENCE_MODEL, derivation.inputs[AssetName.REFERENCE_MODEL].fingerprint

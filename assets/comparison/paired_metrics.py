@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 
 from assets.views.pair_reader import SIDES
 from model_registry.gate import GateMetric, Prompts, Values
-from training.contract.config.loss import Loss
+from training.contract.config.key_settings import JsonObject
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.settings import RecordedSettings
 from training.contract.store.store import Artifact
 
 Row = Mapping[str, Any]
@@ -50,7 +51,7 @@ def prompts(rows: Mapping[str, Row], raw_preferences: Artifact) -> Prompts:
     return {pair: value_digest(without_nulls(messages)).hex() for pair, messages in messages_by_pair.items()}
 
 
-def prompt_messages(rows: Mapping[str, Row], raw_preferences: Artifact) -> dict[str, list[dict[str, Any]]]:
+def prompt_messages(rows: Mapping[str, Row], raw_preferences: Artifact) -> dict[str, list[JsonObject]]:
     """Return the prompts of `rows` from `raw_preferences`, by the names of `rows`."""
     table = _read_rows([row["row"] for row in rows.values()], raw_preferences, ["row", "prompt"])
     messages = {pair["row"]: pair["prompt"] for pair in table.to_pylist()}
@@ -92,10 +93,10 @@ def scale(evaluation: Artifact) -> dict[str, str]:
     They are the loss settings, the reference if the loss needs it, and the pairs if a pair's loss depends on the batch. The
     field `weighting` is left out: it applies to training pairs only.
     """
-    settings = Loss.model_validate({**evaluation.derivation.settings["loss"], "weighting": None})
-    is_used = {_REFERENCE: settings.needs_reference, AssetName.TOKENIZED_PAIRS: settings.depends_on_batch}
+    loss = RecordedSettings.model_validate(evaluation.derivation.settings).loss.model_copy(update={"weighting": None})
+    is_used = {_REFERENCE: loss.needs_reference, AssetName.TOKENIZED_PAIRS: loss.depends_on_batch}
     inputs = evaluation.derivation.inputs
-    return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
+    return {"loss": loss.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
 
 
 def common_measure(evaluation: Artifact, champion: Artifact) -> GateMetric:

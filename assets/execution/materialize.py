@@ -30,7 +30,7 @@ from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Input, Job, JobKind, job_folder
-from training.contract.protocol.locations import Locations
+from training.contract.protocol.locations import NO_LOCATIONS, Locations
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact, JobResult, write_json
@@ -74,7 +74,7 @@ class JobSpec:
 
     kind: JobKind
     settings: Settings
-    locations: Locations = Locations()
+    locations: Locations = NO_LOCATIONS
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
 
 

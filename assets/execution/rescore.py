@@ -13,11 +13,12 @@ from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import StoreError, UsageError
 from training.contract.identity.fingerprint import short
-from training.contract.protocol.artifacts import RESCORED, AssetName
+from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, RESCORED, AssetName
 from training.contract.protocol.details import RescoredPair
 from training.contract.protocol.settings import RescoreSettings
 from training.contract.store.logprob_cache import scoring_rule
 from training.contract.store.manifest import Manifest, read_manifest
+from training.contract.store.shard_cache import ShardDetails
 from training.contract.store.store import Artifact, Store
 
 _TABLE = AssetName.REFERENCE_LOGPROBS
@@ -78,7 +79,7 @@ def set_scores_aside(pipeline: Pipeline, services: Services, instance: dg.Dagste
         )
     kinds = ((cache_kind, manifests), (_TABLE, tables))
     folders = [_set_aside(store, kind, name) for kind, names in kinds for name in names]
-    sequences = sum(int(manifest.details.get("sequences", 0)) for manifest in manifests.values() if manifest)
+    sequences = sum(ShardDetails.model_validate(found.details).sequences for found in manifests.values() if found)
     parents = sorted({folder.parent.parent for folder in folders if folder})
     return SetAside(pipeline.name, sequences, len(manifests), tables, parents)
 
@@ -87,7 +88,7 @@ def _find_tables(store: Store, rule: str, pairs: str) -> Iterator[str]:
     """Yield the tables of these pairs. Tables of other recipes with the same log-probs are kept: they may be right."""
     for name in store.fingerprints(_TABLE):
         manifest = _read_manifest(store, _TABLE, name)
-        if manifest is not None and manifest.details.get("rule") == rule:
+        if manifest is not None and REFERENCE_LOGPROBS.parse(manifest.details, store.folder(_TABLE, name)).rule == rule:
             made_from = manifest.made_from.inputs.get(AssetName.TOKENIZED_PAIRS)
             if made_from is not None and made_from.fingerprint == pairs:
                 yield name

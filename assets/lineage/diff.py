@@ -30,6 +30,8 @@ from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import TOKENIZATION_SPEC
+from training.contract.protocol.details import SourceDetails
+from training.contract.protocol.settings import SourcesSettings
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import DerivationRecord, Store
 
@@ -85,12 +87,12 @@ def _recorded_rows(store: Store, found: ResolvedData) -> dict[str, int | None] |
 
 
 def _rows_of(record: DerivationRecord) -> dict[str, int | None]:
-    rows: dict[str, int | None] = record.details.get("rows", {})
-    return rows
+    return SourceDetails.model_validate(record.details).rows
 
 
 def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str, int | None] | None) -> Iterator[str]:
-    old, new = record.derivation.settings["sources"], found.identity
+    recorded = SourcesSettings.model_validate(record.derivation.settings)
+    old, new = list(recorded.sources), found.identity
     old_files, new_files = named_files(old), named_files(new)
     old_rows = _rows_of(record)
     for name in sorted(old_files.keys() | new_files.keys()):

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from textwrap import shorten
 from typing import Any
 
-from training.contract.config.data_source import SOURCE_LISTS, settings_by_source
 from training.contract.identity.fingerprint import shortened
 from training.contract.identity.software import SOFTWARE
+from training.contract.protocol.settings import PreferencesSettings
 
 _LONGEST_SECTION = 160
 _ABSENT = object()  # instead of a missing field
@@ -24,10 +24,12 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 def _group_by_source(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Group the settings of sources by source, as in a recipe. Leave all others as they are."""
-    if "formats" not in settings:
+    lists = PreferencesSettings.model_fields.keys() - {"validation_fraction", "duplicates"}
+    if not lists & settings.keys():
         return settings
-    rest = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
-    return {**rest, "sources": {str(n): source for n, source in enumerate(settings_by_source(settings))}}
+    sources = PreferencesSettings.model_validate(settings).by_source
+    rest = {name: value for name, value in settings.items() if name not in lists}
+    return {**rest, "sources": {str(n): source.model_dump() for n, source in enumerate(sources)}}
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -14,6 +14,9 @@ from typing import Any
 
 from assets.inputs.resolve import LocatedTokenizer
 from training.contract.config.key_settings import JsonObject
+from training.contract.errors import PedigreeError
+from training.contract.identity.chat_template import chat_template
+from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.store import Artifact
 
 _SHOWN_TOKENS = 3
@@ -25,9 +28,10 @@ _TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json", "tok
 def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
     """Yield how `now` differs from the frozen tokenization spec `before`. `differing`: the files with different bytes."""
     try:
-        template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
+        of_recipe = None if now.chat_template is None else now.chat_template.read_bytes()
+        template = list(_template_changes(before.json(SPEC_FILE)["template"], chat_template(now.folder, of_recipe)))
         tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OSError, PedigreeError, TypeError, ValueError):
         template, tokens = [], []  # a file of an unknown form: the job finds out if it loads
     yield from template
     yield from tokens
@@ -35,22 +39,6 @@ def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[st
         return
     for name in sorted(differing - _TEMPLATE_FILES if template else differing):
         yield "chat template file differs, its text does not" if name == "template" else f"{name} differs"
-
-
-def template_text(tokenizer: LocatedTokenizer) -> str | None:
-    """Return the text of the chat template: the recipe's file, else the tokenizer's default template."""
-    if tokenizer.chat_template is not None:
-        return tokenizer.chat_template.read_text(encoding="utf-8", errors="replace")
-    jinja = tokenizer.folder / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8", errors="replace")
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        template = json_object(tokenizer.folder / name).get("chat_template")
-        if isinstance(template, list):
-            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-        if isinstance(template, str):
-            return template
-    return None
 
 
 @dataclass(frozen=True)

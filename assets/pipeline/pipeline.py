@@ -1,6 +1,5 @@
 """A recipe with its name, and the services for its runs: store, engine, tracker and registry."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from training.contract.config.recipe import Recipe
 from training.contract.identity.hash_cache import HashCache
-from training.contract.protocol.events import Event
+from training.contract.protocol.events import Event, make_event
 from training.contract.store.store import Store
 from training.contract.system.progress import Emit
 from training.launch.engine import Engine
@@ -64,7 +63,7 @@ def ignore(event: Event) -> None:
 
 def emitting(listener: Listener, asset: str) -> Emit:
     """Return an `Emit` for work in this process. It passes events to `listener`, as a job writes them into its file."""
-    return lambda event, **fields: listener({"event": event, "time": time.time(), "asset": asset, **fields})
+    return lambda event, **fields: listener(make_event(event, asset=asset, **fields))
 
 
 @dataclass(frozen=True)

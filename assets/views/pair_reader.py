@@ -5,13 +5,13 @@ log-probs of single tokens from the log-prob cache.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact, Store
@@ -74,7 +74,7 @@ class PairReader:
             return None
         return self._pairs["chosen_key"][index].as_py().hex(), self._pairs["rejected_key"][index].as_py().hex()
 
-    def _read_side(self, pair: dict[str, Any], index: int, side: str) -> TokenizedSide:
+    def _read_side(self, pair: JsonObject, index: int, side: str) -> TokenizedSide:
         ids, mask = pair[f"{side}_ids"], pair[f"{side}_mask"]
         return TokenizedSide(
             token_ids=ids,

@@ -6,7 +6,8 @@ latest run of each recipe.
 """
 
 import json
-from typing import Any
+
+from training.contract.config.key_settings import JsonObject
 
 _TAG = "mlflow.sharedViewState."
 ALL_RUNS = "all"
@@ -38,7 +39,7 @@ def view_of(recipe: str) -> str:
     return f"latest-{recipe}"
 
 
-def _view(search_filter: str) -> dict[str, Any]:
+def _view(search_filter: str) -> JsonObject:
     """Return the state of MLflow's page of runs (MLflow 3, `ExperimentPageUIState` and its search)."""
     return {
         "searchFilter": search_filter,
@@ -59,7 +60,7 @@ def _view(search_filter: str) -> dict[str, Any]:
     }
 
 
-def _line_chart(identifier: str, metrics: tuple[str, ...]) -> dict[str, Any]:
+def _line_chart(identifier: str, metrics: tuple[str, ...]) -> JsonObject:
     return {
         "type": "LINE",
         "uuid": identifier,

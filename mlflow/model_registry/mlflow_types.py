@@ -57,9 +57,10 @@ def metrics_of(event: Event) -> "list[Metric]":
     if event["event"] not in ("step", "eval"):
         return []
     moment = round(event["time"] * 1000)
+    fields: Mapping[str, Any] = event
     return [
         mlflow_api.Metric(name, float(value), moment, event["step"])
-        for name, value in event.items()
+        for name, value in fields.items()
         if name not in _NOT_METRICS and _is_number(value)
     ]
 

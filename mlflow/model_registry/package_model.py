@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
 
@@ -60,7 +61,7 @@ def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     (out / "LICENSE.txt").unlink(missing_ok=True)
 
 
-def _write_checkpoint(config: dict[str, Any], tokenizer: Path, folder: Path) -> str:
+def _write_checkpoint(config: JsonObject, tokenizer: Path, folder: Path) -> str:
     """Write what MLflow reads of a checkpoint: the tokenizer, and the class of the model. Return the path of `folder`."""
     shutil.copytree(tokenizer, folder)
     # Without the type of the model: with it, transformers could take another class of tokenizer than from `tokenizer` alone.

@@ -15,6 +15,8 @@ import mlflow.transformers
 import pandas as pd
 from mlflow.exceptions import MlflowException
 
+from training.contract.config.key_settings import JsonObject
+
 _MAX_TOKENS = 1024  # of an answer, if neither request nor model set it; the default of `transformers serve`
 _SUPPORTED = ("messages", "temperature", "max_tokens", "top_p", "stop")
 # Values without effect, sent by some clients.
@@ -39,13 +41,13 @@ class Chat:
 
     def predict(
         self, data: pd.DataFrame | Mapping[str, Any], params: Mapping[str, Any] | None = None
-    ) -> dict[str, Any] | list[dict[str, Any]]:
+    ) -> JsonObject | list[JsonObject]:
         """Answer one chat, or each row of a table of chats, in the form of OpenAI's chat completions."""
         rows: list[Any] = data.to_dict(orient="records") if isinstance(data, pd.DataFrame) else [data]
         answers = [self._answer(_request({**(params or {}), **row})) for row in rows]
         return answers[0] if len(answers) == 1 else answers
 
-    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any]) -> JsonObject:
         inputs = self._inputs(request["messages"])
         prompt_tokens = inputs["input_ids"].shape[1]
         stop = [request["stop"]] if isinstance(request.get("stop"), str) else list(request.get("stop", ()))
@@ -73,7 +75,7 @@ class Chat:
         ).to(self._model.device)
 
 
-def _request(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _request(fields: Mapping[str, Any]) -> JsonObject:
     """Return the fields that are set. Raises MlflowException for an unsupported field.
 
     MLflow drops fields outside the model's signature. The signature is MLflow's own for chats, so no field of an OpenAI
@@ -93,7 +95,7 @@ def _request(fields: Mapping[str, Any]) -> dict[str, Any]:
     return request
 
 
-def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(request: Mapping[str, Any]) -> JsonObject:
     """Return the settings of `generate` for a request."""
     temperature = float(request.get("temperature", 0))
     if not 0 <= temperature < math.inf:
@@ -104,7 +106,7 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     return settings | ({"top_p": float(request["top_p"])} if "top_p" in request else {})
 
 
-def _completion(model: str, text: str, reason: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _completion(model: str, text: str, reason: str, prompt_tokens: int, completion_tokens: int) -> JsonObject:
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

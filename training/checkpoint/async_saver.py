@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from training.checkpoint.checkpoint import Checkpoints, TrainingState
 from training.checkpoint.tensor_slices import TensorSlice, write_pieces
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.store.manifest import FileEntry
@@ -48,7 +48,7 @@ class AsyncSaver:
     def failed(self) -> bool:
         return bool(self._failure)
 
-    def start(self, step: int, state: TrainingState, facts: dict[str, Any]) -> None:
+    def start(self, step: int, state: TrainingState, facts: JsonObject) -> None:
         """Start a save. `state` and `facts` may change after the return. `check_saved` raises the error of a failure."""
         assert not self.busy, f"step {step}: the previous save is not finished"
         pieces = state.pieces(self._group.is_main)
@@ -76,7 +76,7 @@ class AsyncSaver:
         if failures := list(filter(None, self._group.gather_texts(self._failure))):
             raise StoreError("; ".join(failures), "checkpoint-not-saved")
 
-    def _run(self, step: int, pieces: list[TensorSlice], facts: dict[str, Any]) -> None:
+    def _run(self, step: int, pieces: list[TensorSlice], facts: JsonObject) -> None:
         with self._keeping_failure(step):
             if pieces:
                 write_pieces(pieces, self._file(step))

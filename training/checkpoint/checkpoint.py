@@ -24,13 +24,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from training.checkpoint.tensor_slices import LocalRows, TensorSlice, TensorSliceReader, piece_of
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptArtifact
 from training.contract.protocol.job import checkpoints_of, committed_steps
 from training.contract.store.manifest import (
@@ -93,7 +93,7 @@ class Checkpoint:
     """A committed checkpoint: its step, the run's facts, and its tensors."""
 
     step: int
-    facts: dict[str, Any]
+    facts: JsonObject
     tensors: TensorSliceReader
 
 
@@ -109,7 +109,7 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def commit(self, step: int, files: dict[str, FileEntry], facts: dict[str, Any]) -> None:
+    def commit(self, step: int, files: dict[str, FileEntry], facts: JsonObject) -> None:
         """Write the manifest of a partial checkpoint, rename its folder, and remove old checkpoints. Raises OSError."""
         partial, folder = self._folder_of(step, _PARTIAL), self._folder_of(step)
         manifest = Manifest.of_now(self._derivation, self._derivation.key, files, facts)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from pydantic import ValidationError
 
 from training.contract.errors import JobFailed, code_of, without_code
-from training.contract.protocol.events import Event, Follower
+from training.contract.protocol.events import Event, Follower, make_event
 from training.contract.protocol.input_files import rewritten_inputs
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
@@ -123,8 +123,7 @@ class QueueNotes:
         if has_only_moved and self._clock() - self._when < _SECONDS_BETWEEN_STARTS:
             return None
         self._reported, self._when = state, self._clock()
-        note = {"event": "note", "time": time.time(), "text": state.text}
-        return {**note, "queue": state.phase, "is_stuck": bool(state.remedy)}
+        return make_event("note", text=state.text, queue=state.phase, is_stuck=bool(state.remedy))
 
 
 def write_job(job: Job) -> None:

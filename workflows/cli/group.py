@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.system.imports import import_without_gc
 
 
@@ -81,6 +82,6 @@ def _usage_errors_in_json(arguments: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: JsonObject) -> None:
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode) + "\n")

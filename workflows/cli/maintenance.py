@@ -6,12 +6,12 @@ computes them again.
 """
 
 from dataclasses import asdict
-from typing import Any
 
 import click
 
 from assets.bodies.release import promotion_lock
 from assets.execution.rescore import SetAside, set_scores_aside
+from training.contract.config.key_settings import JsonObject
 from workflows.cli import tables
 from workflows.cli.options import as_json_option, find_free, recipe_argument
 from workflows.cli.output import print_found, reporting
@@ -64,5 +64,5 @@ def rescore(recipe: str, as_json: bool) -> None:
     print_found(as_json, _json_of(found), tables.set_aside, pipeline, found)
 
 
-def _json_of(found: SetAside) -> dict[str, Any]:
+def _json_of(found: SetAside) -> JsonObject:
     return asdict(found) | {"folders": [str(folder) for folder in found.folders]}

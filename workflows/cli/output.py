@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import dagster as dg
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,6 +19,7 @@ from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
 from assets.execution.interruption import INTERRUPTED
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import READ_ONLY_HINT, SHARED_HOME_HINT, free_bytes
@@ -104,7 +105,7 @@ def print_error(message: str) -> None:
 
 def print_found(
     as_json: bool,
-    found: dict[str, Any],
+    found: JsonObject,
     shown: Callable[Concatenate[Console, P], None],
     *args: P.args,
     **kwargs: P.kwargs,

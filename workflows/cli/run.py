@@ -10,6 +10,7 @@ import click
 
 from assets.execution.interruption import is_interruption
 from assets.pipeline.graph import GRAPH
+from training.contract.config.key_settings import JsonObject
 from workflows.cli import tables
 from workflows.cli.group import print_json
 from workflows.cli.options import as_json_option, find_free, recipe_argument
@@ -63,7 +64,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 
 def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) -> None:
     """Run one recipe after the other, until an interruption. One that fails outside its assets has an `error` and no report."""
-    reports: list[dict[str, Any]] = []
+    reports: list[JsonObject] = []
     for loaded in found:
         user_console.print(f"[bold]{loaded.pipeline.name}[/]")
         try:
@@ -92,5 +93,5 @@ def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
         return materialize(loaded, services, instance, select)
 
 
-def _json_of(report: RunReport) -> dict[str, Any]:
+def _json_of(report: RunReport) -> JsonObject:
     return {name: value for name, value in asdict(report).items() if name not in ("samples", "is_served")}

@@ -8,8 +8,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
+from training.contract.config.key_settings import JsonObject
 from workflows.servers.server_processes import UNPROXIED
 
 _PROMPT = "> "
@@ -21,7 +21,7 @@ class Conversation:
     """The messages so far, and the address and settings for requests."""
 
     address: str
-    settings: dict[str, Any]
+    settings: JsonObject
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _questions() -> Iterator[str]:
             yield line
 
 
-def _content(part: dict[str, Any]) -> str:
+def _content(part: JsonObject) -> str:
     """Return the text in a part of an answer. Raises OSError if the part is an error."""
     if "error" in part:
         raise OSError(str(part["error"]))

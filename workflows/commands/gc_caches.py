@@ -10,18 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.config.fields import Dtype
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import CorruptArtifact
-from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, AssetName
+from training.contract.protocol.details import PairsDetails, RowsDetails
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import read_manifest
 from training.contract.store.row_cache import KEY_BYTES, PairCache, RowCache, TokenCache, keys_of
 from training.contract.store.shard_cache import Keys
 from training.contract.store.store import Store
 
-# The caches of rows: the kind of artifacts made from them, and the detail with their rules.
-_ROW_CACHES: dict[type[RowCache], tuple[str, str]] = {
-    PairCache: (AssetName.RAW_PREFERENCES, "pair_rules"),
-    TokenCache: (AssetName.TOKENIZED_PAIRS, "token_rules"),
+# The caches of rows: the kind of artifacts made from them, and a function that returns their rules from its details.
+_ROW_CACHES: dict[type[RowCache], tuple[str, Callable[[JsonObject], Collection[str]]]] = {
+    PairCache: (AssetName.RAW_PREFERENCES, lambda details: RowsDetails.model_validate(details).pair_rules),
+    TokenCache: (AssetName.TOKENIZED_PAIRS, lambda details: PairsDetails.model_validate(details).token_rules),
 }
 CACHES = (LogprobCache.name, *(cache.name for cache in _ROW_CACHES))
 Reference = tuple[str, str]  # kind and fingerprint
@@ -56,7 +58,8 @@ class KeptCaches:
         rules = {scoring_rule(model, dtype) for _, model in models for dtype in get_args(Dtype)}
         for table in self._of_kind(AssetName.REFERENCE_LOGPROBS):
             with suppress(CorruptArtifact):
-                rules.add(str(read_manifest(self._store.folder(*table)).details["rule"]))
+                folder = self._store.folder(*table)
+                rules.add(REFERENCE_LOGPROBS.parse(read_manifest(folder).details, folder).rule)
         return rules
 
     @cached_property
@@ -73,12 +76,13 @@ class KeptCaches:
 
     def _rules_of(self, cache: type[RowCache]) -> set[str]:
         """Return the rules of all derivations of kept artifacts."""
-        kind, detail = _ROW_CACHES[cache]
-        keys, rules = self._keys(kind), set()
+        kind, rules_in = _ROW_CACHES[cache]
+        rules: set[str] = set()
+        keys = self._keys(kind)
         for _, fingerprint in self._of_kind(kind):
             with suppress(CorruptArtifact):
-                rules.update(read_manifest(self._store.folder(kind, fingerprint)).details.get(detail, ()))
+                rules.update(rules_in(read_manifest(self._store.folder(kind, fingerprint)).details))
             for key in keys.get(fingerprint, []):
                 if (record := self._store.record(kind, key)) is not None:
-                    rules.update(record.details.get(detail, ()))
+                    rules.update(rules_in(record.details))
         return rules

@@ -5,7 +5,6 @@ are None.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import dagster as dg
 import pyarrow as pa
@@ -17,6 +16,7 @@ from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_page import render_page
 from assets.views.pair_reader import PairReader, TokenizedRow, find_row
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import PedigreeError, UsageError
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import short
@@ -37,7 +37,7 @@ from workflows.state.expected_state import expect_state
 class InspectedRow(TokenizedRow):
     """One pair. The policy's log-probs are None if it was neither evaluated on the pair nor scored on demand."""
 
-    messages: dict[str, Any]
+    messages: JsonObject
 
 
 def inspect_row(
@@ -135,6 +135,6 @@ def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, histor
     return inputs if base is None else {**inputs, AssetName.REFERENCE_MODEL: base}
 
 
-def _row(table: pa.Table, row: int) -> dict[str, Any] | None:
+def _row(table: pa.Table, row: int) -> JsonObject | None:
     index = find_row(table, row)
     return None if index is None else table.slice(index, 1).to_pylist()[0]

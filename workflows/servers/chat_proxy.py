@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from training.contract.config.key_settings import JsonObject
 from workflows.servers.proxy_settings import ProxySettings
 from workflows.servers.same_origin import SameOriginOnly, is_loopback
 
@@ -60,7 +61,7 @@ def application(proxy: ProxySettings) -> Starlette:
     )
 
 
-def translate_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
+def translate_request(proxy: ProxySettings, body: Any) -> JsonObject:
     """Rewrite a request for `transformers serve`. Raises BadRequest if it is malformed."""
     body = _check_request(proxy, body)
     temperature = body.get("temperature") or 0
@@ -71,7 +72,7 @@ def translate_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
     return request
 
 
-def _check_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
+def _check_request(proxy: ProxySettings, body: Any) -> JsonObject:
     """Return the request. Raises BadRequest with the wrong field."""
     if not isinstance(body, dict):
         raise BadRequest(f"the request is a JSON {type(body).__name__}; expected an object with `messages`")
@@ -90,7 +91,7 @@ def _check_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
     return body
 
 
-def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
+def _sampling(generation: JsonObject) -> JsonObject:
     """Return the settings for a sampled answer: the model's own ones, as settings in a request replace them all.
 
     The length is the default of `transformers serve`.
@@ -165,9 +166,9 @@ async def _error_response(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": status}}, status)
 
 
-def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManager[dict[str, Any]]]:
+def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManager[JsonObject]]:
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
+    async def lifespan(_: Starlette) -> AsyncIterator[JsonObject]:
         # No timeout, as an answer may take minutes; no proxy, as this is loopback.
         async with httpx2.AsyncClient(base_url=upstream, timeout=None, trust_env=False) as client:
             yield {"client": client}

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from model_registry.model_version import Version
 from model_registry.registry import Registry
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.json_objects import read_object
 from training.contract.identity.tokenizer_files import CHAT_TEMPLATES, holds_tokenizer
@@ -101,10 +101,10 @@ def _holds_template(folder: Path) -> bool:
     return bool(_json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _generation(folder: Path) -> dict[str, Any]:
+def _generation(folder: Path) -> JsonObject:
     return _json_object(folder / "generation_config.json")
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> JsonObject:
     """Return the object in a JSON file, empty if the file is missing. Raises ModelError."""
     return read_object(path, "settings of a model") if path.is_file() else {}

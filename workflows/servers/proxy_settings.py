@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
+
+from training.contract.config.key_settings import JsonObject
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class ProxySettings:
     upstream: str
     host: str
     port: int
-    generation: dict[str, Any]  # the model's generation_config.json
+    generation: JsonObject  # the model's generation_config.json
 
     @classmethod
     def parse(cls, text: str) -> Self:

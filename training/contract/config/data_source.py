@@ -1,7 +1,6 @@
 """A source of preference pairs in a recipe: its files, and how to read their rows."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,17 +20,6 @@ FieldName = Literal[
     "label", "winner", "preference", "preferred", "better_response_id", "overall_preference", "preference_strength",
     "tools", "chat_template_kwargs", "functions", "image", "images", "video", "videos", "audio", "audios",
 ]  # fmt: skip
-
-# The settings with a list over all sources, and the field in each list. The settings of `_FIRST` are always present.
-SOURCE_LISTS = {
-    "formats": "format",
-    "columns": "columns",
-    "roles": "roles",
-    "held_out": "held_out",
-    "fractions": "fraction",
-    "names": "name",
-}
-_FIRST = ("formats", "held_out")
 
 
 class DataSource(ConfigSection):
@@ -67,28 +55,3 @@ class DataSource(ConfigSection):
         if self.path is not None and (self.config or self.split or self.revision):
             raise ValueError("`config`, `split` and `revision` belong to `hub`, not to `path`")
         return self
-
-
-def settings_of_sources(sources: Sequence[DataSource]) -> dict[str, Any]:
-    """Return the settings for reading the rows of `sources`: for each field a list.
-
-    Lists of defaults are left out, except `_FIRST`: so data keeps its key when this project adds a field.
-    """
-    lists = {name: [getattr(source, field) for source in sources] for name, field in SOURCE_LISTS.items()}
-    return {
-        name: values
-        for name, values in lists.items()
-        if name in _FIRST or any(value != _default(name) for value in values)
-    }
-
-
-def settings_by_source(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the fields of each source from the lists of `settings_of_sources`."""
-    return [
-        {field: settings[name][index] if name in settings else _default(name) for name, field in SOURCE_LISTS.items()}
-        for index in range(len(settings["formats"]))
-    ]
-
-
-def _default(name: str) -> Any:
-    return DataSource.model_fields[SOURCE_LISTS[name]].get_default()

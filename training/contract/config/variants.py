@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from training.contract.config.fields import ConfigSection, NamePattern
+from training.contract.config.key_settings import JsonObject
 from training.contract.config.recipe import Recipe
 
 VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digits, `-` and `_`")]
@@ -21,9 +22,7 @@ VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digit
 class RecipeDocument(Recipe):
     """A recipe, and the changes of its variants by name."""
 
-    variants: dict[VariantName, dict[str, Any]] = Field(
-        default={}, description="The changes of each variant, by its name."
-    )
+    variants: dict[VariantName, JsonObject] = Field(default={}, description="The changes of each variant, by its name.")
 
     @property
     def recipe(self) -> Recipe:
@@ -41,7 +40,7 @@ class RecipeDocument(Recipe):
         self.resolved()
         return self
 
-    def _written_fields(self) -> dict[str, Any]:
+    def _written_fields(self) -> JsonObject:
         """Return the recipe's fields in the file, without defaults."""
         return self.model_dump(exclude_unset=True, exclude={"variants"})
 
@@ -68,10 +67,10 @@ def merged(section: Any, changes: Any) -> Any:
     return result
 
 
-def _apply_changes(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _apply_changes(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> JsonObject:
     """Return the recipe with `changes`. It keeps only the time zone of the recipe's automation."""
     timezone = {name: value for name, value in written.get("automation", {}).items() if name == "timezone"}
     release = {**written["release"], "model_name": f"{written['release']['model_name']}-{variant}"}
-    changed: dict[str, Any] = merged({**written, "automation": timezone, "release": release}, changes)
+    changed: JsonObject = merged({**written, "automation": timezone, "release": release}, changes)
     automation = changed.get("automation", {})
     return {**changed, "automation": {"on_change": False, **automation}} if isinstance(automation, Mapping) else changed

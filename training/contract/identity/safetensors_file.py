@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from training.contract.config.key_settings import JsonObject
+
 _LENGTH_BYTES = 8
 _DTYPES = {"F64": "<f8", "F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
 
@@ -66,7 +68,7 @@ def map_tensors(file: Path) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Build a JSON object. Raises ValueError if a name occurs twice, because parsers differ in the value they keep."""
     content = dict(pairs)
     if len(content) < len(pairs):

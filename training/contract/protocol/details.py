@@ -13,7 +13,7 @@ class SourceDetails(Details):
     """`preference_source`. `rows`: by file; None if only a job can count them."""
 
     files: int = 0
-    bytes: int
+    bytes: int = 0
     rows: dict[str, int | None] = Field(default={})
 
 

@@ -13,15 +13,43 @@ lines only. It skips lines that are no event, because a fault of a disk must not
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict, cast
 
 from training.contract.system.atomic_io import write_durably
 from training.contract.system.progress import seconds_left
 
-Event = dict[str, Any]
+EventKind = Literal["phase", "progress", "step", "eval", "note"]
+
+
+class Event(TypedDict, total=False):
+    """An event. `step` and `eval` events also have the metrics by name.
+
+    The launching side adds `asset`. Its own notes may have `queue`, the state of a job in a queue, and `is_stuck`.
+    """
+
+    event: Required[EventKind]
+    time: Required[float]
+    asset: str
+    phase: str
+    done: int
+    total: int
+    unit: str
+    seconds_left: float | None
+    step: int
+    loss: float
+    text: str
+    queue: str
+    is_stuck: bool
+
+
+def make_event(event: str, **fields: Any) -> Event:
+    """Return an event of now."""
+    return cast(Event, {"event": event, "time": time.time(), **fields})
+
+
 _REPORT_SECONDS = 0.5
 _COUNTED = ("step", "eval")
 
@@ -42,7 +70,7 @@ class EventWriter:
         """Append an event. Raises OSError."""
         if self._file is None:
             return
-        unwritten = _encode_line({"event": event, "time": time.time(), **fields})
+        unwritten = _encode_line(make_event(event, **fields))
         while unwritten:
             unwritten = unwritten[self._file.write(unwritten) :]
 
@@ -143,8 +171,9 @@ def _parse_line(line: bytes) -> Event | None:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     is_event = isinstance(event, dict) and isinstance(event.get("event"), str) and "time" in event
-    return event if is_event and (event["event"] not in _COUNTED or isinstance(event.get("step"), int)) else None
+    is_valid = is_event and (event["event"] not in _COUNTED or isinstance(event.get("step"), int))
+    return cast(Event, event) if is_valid else None
 
 
-def _encode_line(event: Event) -> bytes:
+def _encode_line(event: Mapping[str, Any]) -> bytes:
     return json.dumps(event, allow_nan=False, ensure_ascii=False).encode() + b"\n"

@@ -17,6 +17,7 @@ from training.contract.config.recipe import Evaluation, Recipe
 from training.contract.config.release import Gate, Generation, Release
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.identity.software import scoring_software, token_software
+from training.contract.store.artifact_kind import StoredModel
 from training.contract.store.logprob_cache import SCORING_VERSION
 
 Software = dict[str, str]  # the version of each library, and the device
@@ -260,3 +261,10 @@ class RescoreSettings(Settings):
     """`proof`: the rows to score again, or a number of rows to take evenly from the table."""
 
     rows: int | tuple[int, ...]
+
+
+class RecordedSettings(StoredModel):
+    """The settings that comparisons read in the derivation of a policy or an evaluation, of any version of this project."""
+
+    champion: str | None = None
+    loss: Loss = Loss()

@@ -18,11 +18,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.config.recipe import RESERVED
 from training.contract.files.arrow_rows import without_nulls
 from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, clean_text, strict_json, text_of
 
-Item = dict[str, Any]  # a tool or a call
+Item = JsonObject  # a tool or a call
 
 # A NUL as JSON writes it. An escaped backslash before the text u0000 does not match.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.identity.fingerprint import canonical_json, canonical_object, fingerprint, value_digest
 from training.contract.store.row_cache import KEY_BYTES, NewShard, PairCache
 from training.contract.store.shard_cache import Keys
@@ -34,11 +35,11 @@ class ConvertedPair:
     parts: dict[str, bytes]
     prompt_digest: bytes
     identity: PairIdentity
-    _turns: dict[str, Any] | None = None
+    _turns: JsonObject | None = None
 
     @classmethod
     def of(cls, pair: Pair) -> "ConvertedPair":
-        turns: dict[str, Any] = {part: list(getattr(pair, part)) for part in ("prompt", "chosen", "rejected")}
+        turns: JsonObject = {part: list(getattr(pair, part)) for part in ("prompt", "chosen", "rejected")}
         turns |= {part: text for part in ("tools", "chat_template_kwargs") if (text := getattr(pair, part))}
         parts = {name: canonical_json(part) for name, part in turns.items()}
         return cls(parts, _prompt_digest(pair.prompt, parts["prompt"]), PairIdentity.of(parts), turns)
@@ -49,11 +50,11 @@ class ConvertedPair:
         return cls(parts, row["prompt_digest"], PairIdentity(bytes.fromhex(row["identity"]), row["opposite"]))
 
     @property
-    def turns(self) -> dict[str, Any]:
+    def turns(self) -> JsonObject:
         """The parts as messages and texts."""
         return self._turns or {name: json.loads(part) for name, part in self.parts.items()}
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JsonObject:
         """Return the row of the cache."""
         identity = {"identity": self.identity.identity.hex(), "opposite": self.identity.opposite}
         return {**self.parts, "prompt_digest": self.prompt_digest, **identity}

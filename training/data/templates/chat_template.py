@@ -16,6 +16,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint
 from training.data.formats.messages import Message, message
@@ -67,7 +68,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any], date: str | None = None
+        self, tokenizer: PreTrainedTokenizerFast, template_kwargs: JsonObject, date: str | None = None
     ) -> None:
         if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
             raise TemplateError(
@@ -174,7 +175,7 @@ def _probe_text(template: ChatTemplate, turns: Sequence[Message], generation_pro
         return f"rejected: {error}"
 
 
-def _in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _in_parts(turn: Mapping[str, Any]) -> JsonObject:
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 

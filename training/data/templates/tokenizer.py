@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from training.contract.config.key_settings import JsonObject
 from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint, value_digest
 
@@ -130,7 +131,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _serialized(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _serialized(tokenizer: PreTrainedTokenizerFast) -> JsonObject:
     """Return the parts of the serialized tokenizer that the fingerprint covers."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     model = {name: value for name, value in parts["model"].items() if value not in (None, "")}

@@ -2,17 +2,16 @@
 
 import contextlib
 import hashlib
-import io
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.config.key_settings import Settings
 from training.contract.errors import DataError, TemplateError
+from training.contract.identity.chat_template import chat_template
 from training.contract.identity.tokenizer_files import copy_tokenizer
 from training.contract.protocol.job import Job
 from training.contract.protocol.locations import ReleaseFilesLocations, TokenizerLocations
@@ -45,7 +44,7 @@ def read_tokenizer(job: TokenizerJob) -> tuple[PreTrainedTokenizerFast, str | No
         with blaming(job, "tokenizer"):
             tokenizer = load_tokenizer(copy, called=folder)
         with blaming(job, "chat_template"):
-            tokenizer.chat_template = _template_text(job, tokenizer, copy)
+            tokenizer.chat_template = _template_text(job, copy)
         return tokenizer, difference_to_file(tokenizer, copy / "tokenizer.json")
 
 
@@ -55,38 +54,19 @@ def read_template(job: TokenizerJob, tokenizer: PreTrainedTokenizerFast) -> Chat
     return ChatTemplate(tokenizer, job.settings.template_kwargs, None if date is None else date.isoformat())
 
 
-def _template_text(job: TokenizerJob, tokenizer: PreTrainedTokenizerFast, copy: Path) -> str | None:
-    """Return the recipe's chat template, else the tokenizer's own: if it has several, the default one."""
+def _template_text(job: TokenizerJob, copy: Path) -> str | None:
+    """Return the text of the template that counts, of the tokenizer in `copy`."""
     path = job.locations.chat_template
     if path is None:
-        template = tokenizer.chat_template or _template_of_processor(copy / "chat_template.json")
-        return template.get("default") if isinstance(template, dict) else template
+        return chat_template(copy, None)
     try:
         content = path.read_bytes()
-        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # all line ends become "\n"
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(
-            f"`tokenization.chat_template` {path} cannot be read: {error}", "unreadable-chat-template"
-        ) from error
+    except OSError as error:
+        raise TemplateError(f"it cannot be read: {error}", "unreadable-chat-template") from error
     if hashlib.sha256(content).hexdigest() != job.settings.chat_template:
         raise DataError(f"{path} changed while it was read; run again once it is written", "file-changed")
-    if not text:
+    if not content:
         raise TemplateError(
             f"{path} is empty; expected a Jinja template, or null for the tokenizer's own", "empty-chat-template"
         )
-    return text
-
-
-def _template_of_processor(file: Path) -> str | None:
-    """Return the template of a model that takes images. transformers reads this file only for the model's processor."""
-    if not file.is_file():
-        return None
-    try:
-        text: Any = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise TemplateError(
-            f'{file.name} cannot be read: {type(error).__name__}: {error}; expected {{"chat_template": ...}}, or set '
-            "`tokenization.chat_template` to a .jinja file",
-            "unreadable-chat-template",
-        ) from error
-    return text if isinstance(text, str) else None
+    return chat_template(copy, content)

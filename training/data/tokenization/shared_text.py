@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from training.contract.config.key_settings import JsonObject
 
 _JOINED = 32
 # These treat each piece of a text alike. Others, such as Metaspace with `prepend_scheme: first`, look at its place in the text.
@@ -36,7 +37,7 @@ def cutting_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [text for text in plain if not any(_may_overlap(other, text) for other in contents)]
 
 
-def _works_per_piece(step: dict[str, Any] | None) -> bool:
+def _works_per_piece(step: JsonObject | None) -> bool:
     if step is None or step["type"] in _PER_PIECE:
         return True
     if step["type"] == "Sequence":
