@@ -49,7 +49,7 @@ def _margins(evaluation: Artifact) -> list[float]:
 
 
 def _loss_of_policy(context: AssetContext) -> Loss:
-    """Return the loss of the policy's training. It is that of the evaluation spec, unless one spec was materialized alone."""
+    """Return the loss of the policy's training. The evaluation spec has the same, unless one spec was materialized alone."""
     trained = context.history.derivation(AssetName.POLICY, context.history.fingerprint(AssetName.POLICY))
     return RecordedSettings.model_validate(trained.settings).loss
 

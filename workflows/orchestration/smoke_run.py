@@ -37,7 +37,7 @@ _HELD_OUT = 16
 
 
 class LongestPairs(Settings):
-    """Settings of the shortened pairs: the number of training pairs."""
+    """The settings of the shortened pairs."""
 
     longest: int
 

@@ -1,6 +1,6 @@
 """The chat template of a recipe: the one function that decides which file or field counts.
 
-A tokenizer may have several templates. The order is that of transformers 5 (`PreTrainedTokenizerBase.from_pretrained`), and
+A tokenizer may have several templates. The order follows transformers 5 (`PreTrainedTokenizerBase.from_pretrained`), and
 then the file of a model's processor, which transformers reads only for the processor.
 """
 
@@ -17,7 +17,7 @@ _DEFAULT = "default"  # the name of the template that counts, if there are sever
 
 
 def chat_template(tokenizer: Path, of_recipe: bytes | None) -> str | None:
-    """Return the text of the template, or None: that of the recipe's file, else the own one of the folder `tokenizer`.
+    """Return the text of the template: the recipe's file, else the one in the folder `tokenizer`; None without any.
 
     `of_recipe`: the content of the file that `tokenization.chat_template` names. Line ends become newlines. Raises
     TemplateError if a file cannot be read.
