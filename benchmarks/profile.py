@@ -25,6 +25,7 @@ from benchmarks.setting import machine, run, table
 from benchmarks.training import arguments_of
 from benchmarks.workload import policy_job, prepare, reference_job
 from training import main as entry
+from training.contract.protocol.artifacts import POLICY
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.distributed import group
@@ -109,7 +110,7 @@ def profile_steps(job: Job) -> Counter[str]:
 
 def phases(job: Job, cost: dict[str, float]) -> Iterator[tuple[str, float]]:
     yield "start of Python, imports", cost["imports_cpu_seconds"]
-    made = Store(job.store).find(job.artifact, job.derivation.key)
+    made = Store(job.store).find(POLICY, job.derivation.key)
     assert made is not None
     seconds = {name: s for name, s in made.details.seconds.items() if s >= 0.005}
     yield from seconds.items()

@@ -16,16 +16,31 @@ from training.contract.config.key_settings import Settings
 from training.contract.config.recipe import Compute, Recipe
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.protocol.settings import TokenizerIdentity
+from training.contract.protocol.spec_files import TokenizationSpec
+from training.contract.store.artifact_kind import DetailsT
 from training.contract.store.manifest import Derivation, Source
 from training.contract.store.store import Artifact
 from training.distributed import ALONE, Group
 from training.job_context import JobContext
 
+# Of details, the fields without a default.
+_REQUIRED: dict[str, Any] = {
+    **dict.fromkeys(("bytes", "tensors", "sequences", "hits", "scored", "pairs", "finite", "tokens"), 0),
+    "counts": dict.fromkeys(("pairs", "quarantined", "train", "validation", "rows_read"), 0),
+    "rule": "f" * 64,
+    "rewards_finite": True,
+    **dict.fromkeys(("step0_loss", "step0_expected", "step0_allowed"), 0.0),
+    "metrics": {},
+    "interval": (0.0, 1.0),
+}
 PAIRS = 24  # of a small recipe
 ON_CPU = Compute(device="cpu")
-RECIPE = Recipe.model_validate(
-    {"data": {"sources": [{"path": "rows.jsonl"}]}, "reference": {"model": "base"}, "release": {"model_name": "tiny"}}
-)
+_SECTIONS = {
+    "data": {"sources": [{"path": "rows.jsonl"}]},
+    "reference": {"model": "base"},
+    "release": {"model_name": "tiny"},
+}
 # The kind of the artifact that a job makes.
 ARTIFACT_KINDS: dict[JobKind, str] = {
     "preferences": "raw_preferences",
@@ -39,6 +54,11 @@ ARTIFACT_KINDS: dict[JobKind, str] = {
     "merge": "merged_policy",
     "proof": "proof",
 }
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    """Return a recipe with these sections. Its files need not exist."""
+    return Recipe.model_validate(_SECTIONS | sections)
 
 
 def job(
@@ -55,7 +75,7 @@ def job(
         "artifact": ARTIFACT_KINDS[kind],
         "code_version": "1",
         "locations": {},
-        "recipe": RECIPE,
+        "recipe": recipe(),
         "store": root / "store",
         "folder": root / folder,
     }
@@ -73,6 +93,25 @@ def derivation(kind: str, inputs: Mapping[str, str] | None = None, version: str 
     """Return a derivation with these inputs (fingerprints by kind) and settings."""
     sources = {name: Source(kind=name, fingerprint=fingerprint) for name, fingerprint in (inputs or {}).items()}
     return Derivation(kind=kind, code_version=version, inputs=sources, settings=settings)
+
+
+def tokenization_spec(**fields: Any) -> TokenizationSpec:
+    """Return a frozen spec without a limit of tokens that matters, with these fields changed."""
+    rules = {"train_on": "last_response", "max_length": 99999, "over_length": "drop"}
+    frozen = {"template": "", "tokenizer_fingerprint": "0" * 64, "template_fingerprint": "0" * 64, "vocabulary": 64}
+    return TokenizationSpec.model_validate({**rules, **frozen, **fields})
+
+
+def tokenizer_identity(**fields: Any) -> TokenizerIdentity:
+    """Return the identity of a tokenizer without files, with these fields changed."""
+    return TokenizerIdentity.model_validate({"files": {}, "chat_template": None, "config": {}, **fields})
+
+
+def details(model: type[DetailsT], **fields: Any) -> DetailsT:
+    """Return details of an artifact. Fields that the model requires, also in `counts`, have a default here."""
+    required: dict[str, Any] = {name: value for name, value in _REQUIRED.items() if name in model.model_fields}
+    counts = required.get("counts", {}) | fields.get("counts", {})
+    return model.model_validate({**required, **fields, **({"counts": counts} if counts else {})})
 
 
 def job_input(kind: str, source: Input | Artifact[Any] | Path) -> Input:

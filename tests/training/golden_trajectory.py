@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from tests import factories
 from tests.training.worlds import build_world
 from training.contract.config.training import Training
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
-from training.distributed import ALONE
 from training.jobs.policy import run
 
 FILE = Path(__file__).parent / "golden" / "trajectory.json"
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 def trajectory(folder: Path, **changes: Any) -> dict[str, Any]:
     """Train in `folder`. Return each series, one number per step, and the fingerprint of the trained weights."""
     job: Job = build_world(folder).job("policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json"))
-    made = run(job, ALONE, EventWriter(job.events))
+    made = run(factories.context(job, events=EventWriter(job.events)))
     steps = [event for event in read_events(job.events) if event["event"] == "step"]
     return {name: [step[name] for step in steps] for name in SERIES} | {"policy": made.fingerprint}
 

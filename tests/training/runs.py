@@ -13,13 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from training.contract.config.training import Training
+from training.contract.protocol.details import PolicyDetails
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact, JobResult, Store
 from training.data.tokenization.batch_sampler import epoch_order
-from training.distributed import ALONE, Group
+from training.distributed import Group
 from training.jobs.policy import run
 
 SIDES = ("chosen", "rejected")
@@ -40,8 +42,8 @@ def settings(**changes: Any) -> dict[str, Any]:
     return Training.model_validate(fields | changes).model_dump(mode="json")
 
 
-def tune(job: Job) -> JobResult:
-    return run(job, ALONE, EventWriter(job.events, keep=True))
+def tune(job: Job) -> JobResult[PolicyDetails]:
+    return run(factories.context(job, events=EventWriter(job.events, keep=True)))
 
 
 def told(of: Job | Artifact[Any], *kinds: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import training
-from tests.training.workshop import Workshop
+from tests import factories
 from training.contract.config.recipe import Compute
 from training.contract.errors import TrainingError
 from training.contract.protocol.job import Job
@@ -32,8 +32,9 @@ def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(ranks: int) -> list[dict[str, Any]]:
-        job: Job = Workshop(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
-        job = job.model_copy(update={"compute": Compute(processes_per_node=ranks, device="cpu")})
+        job: Job = factories.job(
+            "policy", tmp_path, compute=Compute(processes_per_node=ranks, device="cpu"), code_version="exchange"
+        )
         run_job(LocalEngine("ranked_program"), job, lambda event: None)
         return [json.loads((job.folder / f"got-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -7,8 +7,10 @@ import torch
 
 from tests import factories
 from training import main
+from training.contract.protocol.artifacts import POLICY
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
+from training.contract.store.artifact_kind import Provenance
 from training.contract.store.store import Store
 from training.distributed import ALONE
 from training.jobs import policy
@@ -17,11 +19,11 @@ from training.provenance import device_name, provenance
 
 def test_provenance_has_versions_threads_and_device():
     record = provenance(ALONE)
-    assert json.loads(json.dumps(record)) == record
-    assert record["libraries"]["python"] == platform.python_version()
-    assert record["libraries"]["torch"] == torch.__version__
-    assert (record["world"], record["threads"]) == (1, torch.get_num_threads())
-    assert record["device"] == device_name(torch.device("cpu")) != ""
+    assert Provenance.model_validate_json(record.model_dump_json()) == record
+    assert record.libraries["python"] == platform.python_version()
+    assert record.libraries["torch"] == torch.__version__
+    assert (record.world, record.threads) == (1, torch.get_num_threads())
+    assert record.device == device_name(torch.device("cpu")) != ""
 
 
 def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
@@ -29,7 +31,7 @@ def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
     job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
     main.make(job, ALONE)
-    details = Store(job.store).find(job.artifact, job.derivation.key).details
+    details = Store(job.store).find(POLICY, job.derivation.key).details
     assert details.provenance == provenance(ALONE)
     phases = {"loading", "proof", "training", "evaluation", "checkpoints", "saving"}
     assert phases <= set(details.seconds) and all(s > 0 for s in details.seconds.values())

@@ -1,6 +1,7 @@
 """Limits of the asset checks, with numbers on both sides. Tests of full runs cover the details in manifests."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,39 @@ import pytest
 
 from assets.bodies import checks
 from assets.pipeline.graph import derive
+from tests import factories
+from training.contract.protocol.artifacts import (
+    EVALUATION,
+    POLICY,
+    RAW_PREFERENCES,
+    REFERENCE_LOGPROBS,
+    TOKENIZED_PAIRS,
+)
+from training.contract.store.artifact_kind import ArtifactKind
 from training.contract.store.manifest import Manifest
 from training.contract.store.store import Artifact
 
+KIND_OF_CHECK: dict[Callable[..., Any], ArtifactKind[Any]] = {
+    checks.quarantine: RAW_PREFERENCES,
+    **dict.fromkeys((checks.responses, checks.prefix, checks.complete, checks.splits), TOKENIZED_PAIRS),
+    checks.coverage: REFERENCE_LOGPROBS,
+    **dict.fromkeys((checks.step0, checks.rewards), POLICY),
+    checks.accuracy: EVALUATION,
+}
 WON = {"eval/rewards/accuracies": 0.6}
 FIRST = {"first_prefix_violation": "", "first_left_out": ""}
 NONE_SHOWN: dict[str, Any] = {"quarantine_examples": []}
 
 
-def artifact(**details: Any) -> Artifact[Any]:
-    how = derive("policy", {}, {})
+def artifact(check: Callable[..., Any], **fields: Any) -> Artifact[Any]:
+    """Return an artifact of the kind that `check` takes, with these fields of its details."""
+    kind = KIND_OF_CHECK[check]
+    details = factories.details(kind.model, **fields).to_json()
+    how = derive(kind.name, {})
     manifest = Manifest(
-        kind="policy", fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details
+        kind=kind.name, fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details
     )
-    return Artifact(Path(), manifest, how, details)
+    return Artifact(kind, Path(), manifest, how, details)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +75,7 @@ def artifact(**details: Any) -> Artifact[Any]:
     ],
 )
 def test_check_at_its_limit_passes(check, details, more, passes):
-    result = check(artifact(**details), *more)
+    result = check(artifact(check, **details), *more)
     assert result.passed is passes
     warns = result.check_name == checks.ACCURACY
     assert result.severity == (dg.AssetCheckSeverity.WARN if warns else dg.AssetCheckSeverity.ERROR)
@@ -63,7 +83,9 @@ def test_check_at_its_limit_passes(check, details, more, passes):
 
 def test_quarantine_with_rows_names_counts_file_and_first_row():
     row = {"source": "rows.jsonl", "line": 21, "reason": "wrong type", "detail": "`chosen` is int, expected text"}
-    result = checks.quarantine(artifact(counts={"rows_read": 16, "quarantined": 5}, quarantine_examples=[row]), 0.25)
+    result = checks.quarantine(
+        artifact(checks.quarantine, counts={"rows_read": 16, "quarantined": 5}, quarantine_examples=[row]), 0.25
+    )
     description = result.description or ""
     for value in ("5 of 16 rows", "31.2%", "25.0%", "data.max_quarantined", "quarantine.parquet"):
         assert value in description
@@ -75,6 +97,8 @@ def test_quarantine_with_rows_names_counts_file_and_first_row():
 )
 def test_check_with_a_first_example_ends_with_it(check, name):
     counts = {"prefix_violations": 4, "left_out": 4, "counts": {"pairs": 11}}
-    descriptions = [check(artifact(**counts, **more), 0.25).description for more in ({name: "row 7, no"}, {name: ""})]
+    descriptions = [
+        check(artifact(check, **counts, **more), 0.25).description for more in ({name: "row 7, no"}, {name: ""})
+    ]
     assert all("data.max_quarantined" in text for text in descriptions)
     assert [text.endswith("row 7, no") for text in descriptions] == [True, False]

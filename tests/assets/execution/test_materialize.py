@@ -11,12 +11,15 @@ import pytest
 from assets.execution.materialize import JobSpec, find_intact, make
 from assets.execution.rescore import rescore
 from assets.pipeline.pipeline import Pipeline, Services
-from model_registry.model_version import MERGED
 from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
 from tests.workflows.in_process import Ended, services_in
+from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.protocol.artifacts import KINDS, MERGED_POLICY
+from training.contract.protocol.details import RescoredDetails
 from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
+from training.contract.protocol.settings import NoSettings
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import JobResult, Store, write_json
 from training.contract.system.locks import is_held
@@ -49,7 +52,7 @@ class RecordingEngine:
         if (content := self._content(job)) is not None:
             with store.staging() as staging:
                 write_json(staging / "rescored.json", content)
-                store.publish(staging, job.derivation, JobResult("f" * 64, {"tolerance": 0.5}))
+                store.publish(staging, job.derivation, JobResult("f" * 64, RescoredDetails(tolerance=0.5)))
         return Ended(job.log, 0)
 
 
@@ -67,26 +70,43 @@ def test_make_passes_the_held_lock_of_the_key_to_the_job(services, tmp_path):
     """So other processes wait for the job, even if its launching process has died."""
     engine = RecordingEngine(lambda job: "merged")
     results = [
-        make(pipeline_on(1, tmp_path), replace(services, engine=engine), MERGED, JobSpec("merge", {}), {}, LOG)
+        make(
+            pipeline_on(1, tmp_path),
+            replace(services, engine=engine),
+            MERGED_POLICY,
+            JobSpec("merge", NoSettings()),
+            {},
+            LOG,
+        )
         for _ in range(2)
     ]
     assert [result.reused for result in results] == [False, True]
     assert engine.locked == engine.jobs and len(engine.jobs) == 1
-    assert not is_held(services.store.lock_file(MERGED, engine.jobs[0].derivation.key))
+    assert not is_held(services.store.lock_file(MERGED_POLICY.name, engine.jobs[0].derivation.key))
 
 
 def test_make_with_a_job_that_publishes_nothing_raises(services, tmp_path):
     engine = RecordingEngine(lambda job: None)
     with pytest.raises(StoreError, match=r"merged_policy .*\[nothing-published\]") as raised:
-        make(pipeline_on(1, tmp_path), replace(services, engine=engine), MERGED, JobSpec("merge", {}), {}, LOG)
+        make(
+            pipeline_on(1, tmp_path),
+            replace(services, engine=engine),
+            MERGED_POLICY,
+            JobSpec("merge", NoSettings()),
+            {},
+            LOG,
+        )
     assert str(engine.jobs[0].log) in str(raised.value)
 
 
 def test_rescore_runs_one_process_on_one_node(services, tmp_path):
     """Rescoring a pair must not need a cluster, even if the recipe trains on three nodes."""
-    engine = RecordingEngine(lambda job: [job.settings["rows"]])
+    side = {"stored": -5.0, "live": -5.0, "allowed": 0.5}
+    engine = RecordingEngine(
+        lambda job: [{"row": row, "chosen": side, "rejected": side} for row in key_settings(job.settings)["rows"]]
+    )
     rescored = rescore(pipeline_on(3, tmp_path), replace(services, engine=engine), {}, [7])
-    assert (rescored.rows, rescored.tolerance) == ([[7]], 0.5)
+    assert ([pair.row for pair in rescored.rows], rescored.tolerance) == ([7], 0.5)
     [job] = engine.locked
     assert (job.nodes, job.processes) == (1, 1)
 
@@ -106,17 +126,17 @@ def test_find_intact_raises_only_for_corrupt_trained_models(services, kind, sett
     store, derivation = services.store, Derivation(kind=kind, code_version="1", inputs={}, settings=settings)
     with store.staging() as staging:
         (staging / "content").write_bytes(b"what was made")
-        artifact = store.publish(staging, derivation, JobResult("f" * 64))
+        artifact = store.publish(staging, derivation, JobResult("f" * 64)).of_kind(KINDS[kind])
     events: list[Event] = []
     services = replace(services, listener=events.append)
-    assert find_intact(services, derivation, LOG) == artifact and events == []
+    assert find_intact(services, KINDS[kind], derivation, LOG) == artifact and events == []
     flip(artifact.file("content"))
     if refused:
         with pytest.raises(CorruptArtifact, match=r"\[corrupt-model\]") as raised:
-            find_intact(services, derivation, LOG)
+            find_intact(services, KINDS[kind], derivation, LOG)
         assert str(artifact.folder) in str(raised.value)
     else:
-        assert find_intact(services, derivation, LOG) is None
+        assert find_intact(services, KINDS[kind], derivation, LOG) is None
         [note] = events
         assert (note["event"], note["asset"]) == ("note", kind)
         assert "content" in note["text"] and str(store.root / "corrupt") in note["text"]

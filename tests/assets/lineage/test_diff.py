@@ -12,25 +12,29 @@ from assets.lineage.diff import changes_since
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
 from assets.pipeline.graph import derive
+from tests import factories
 from tests.workflows.in_process import services_in
+from training.contract.config.data_source import DataSource
+from training.contract.protocol.artifacts import PREFERENCE_SOURCE
+from training.contract.protocol.settings import SourcesSettings
 from training.contract.store.store import JobResult, write_json
 
 
 def _source(hub: dict[str, Any]) -> ResolvedData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", "configs": None, **hub}
-    source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
-    how = derive("preference_source", {}, {"sources": [identity]})
+    source = LocatedSource(DataSource(hub="org/pairs", split="train", revision="c" * 40), identity, [])
+    how = derive("preference_source", {}, SourcesSettings(sources=(identity,)))
     return ResolvedData(how, "f" * 64, {"sources.json": []}, [source])
 
 
 def test_tokenizer_changes_shows_template_lines_of_dashes(tmp_path):
     """In a diff such a line looks like a file header."""
-    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n---\n"})
         before = store.publish(staging, derivation, JobResult("f" * 64))
     (tmp_path / "now.jinja").write_text("Answer.\n+++\n")
-    now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", {})
+    now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", factories.tokenizer_identity())
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
 
 
@@ -67,13 +71,13 @@ def test_setting_changes_groups_source_settings_by_source():
 
 def test_tokenizer_changes_with_changed_tokens_names_no_file(tmp_path):
     """A changed template does not add the file either: other differences in the files may follow from both."""
-    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n"})
         before = store.publish(staging, derivation, JobResult("f" * 64))
     write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 0, "content": "<|tool|>"}]})
     (tmp_path / "chat_template.jinja").write_text("Answer!\n")
-    now = LocatedTokenizer(tmp_path, None, {})
+    now = LocatedTokenizer(tmp_path, None, factories.tokenizer_identity())
     changes = list(tokenizer_changes(before, now, {"chat_template.jinja", "tokenizer.json"}))
     assert changes == ["chat template changed: line 1\n    -Answer.\n    +Answer!", "tokenizer gained token <|tool|>"]
 
@@ -93,19 +97,21 @@ def test_tokenizer_changes_with_changed_tokens_names_no_file(tmp_path):
 )
 def test_tokenizer_changes_with_an_unknown_file_form_names_the_file(tmp_path, file, content):
     """Transformers may or may not load it. The job finds out; `pedigree status` must not fail."""
-    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
+    store, derivation = services_in(tmp_path).store, derive("tokenization_spec", {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": None})
         before = store.publish(staging, derivation, JobResult("f" * 64))
     write_json(tmp_path / file, content)
-    assert list(tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {file})) == [f"{file} differs"]
+    assert list(
+        tokenizer_changes(before, LocatedTokenizer(tmp_path, None, factories.tokenizer_identity()), {file})
+    ) == [f"{file} differs"]
 
 
 def test_changes_since_of_a_hub_data_set_names_five_files(tmp_path):
     """By hand: five files are named and the rest counted. Files of another data set are not compared."""
     services = services_in(tmp_path)
     old, new = (_source({"files": {f"{n}.csv": digit * 40 for n in range(7)}}) for digit in "ab")
-    published = publish_resolved(services, old, getLogger())
+    published = publish_resolved(services, PREFERENCE_SOURCE, old, getLogger())
     names = ", ".join(f"{n}.csv differs" for n in range(5))
     key = published.artifact.derivation.key
     assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]
@@ -119,8 +125,8 @@ def test_changes_since_of_files_reports_order_additions_and_removals(tmp_path):
 
     def resolve(*files: tuple[str, str]) -> ResolvedData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
-        derivation = derive("preference_source", {}, {"sources": [identity]})
-        source = LocatedSource({"hub": None}, identity, [])
+        derivation = derive("preference_source", {}, SourcesSettings(sources=(identity,)))
+        source = LocatedSource(DataSource(path="rows.jsonl"), identity, [])
         return ResolvedData(derivation, "f" * 64, {"sources.json": [identity]}, [source])
 
     derivation = resolve(("a.jsonl", "1"), ("b.jsonl", "2")).derivation

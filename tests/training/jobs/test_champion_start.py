@@ -57,7 +57,7 @@ def test_resumed_policy_from_champion_skips_the_reference_check(tiny_world, cham
     before = tune(job).details
     shift_reference(tiny_world, 0, 0.5)
     again = tune(job).details
-    assert again["seconds"]["proof"] == before["seconds"]["proof"] > 0
+    assert again.seconds["proof"] == before.seconds["proof"] > 0
     assert [e["phase"] for e in told(job, "phase")].count("reference check") == 1
     shutil.rmtree(job.checkpoints)
     with pytest.raises(TrainingError, match="row 100"):

@@ -28,6 +28,7 @@ from training.contract.config.recipe import Compute
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TemplateError, TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure, Job
+from training.contract.protocol.settings import EvaluationSpec
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact
 from training.data.templates.tokenizer import load_tokenizer
@@ -264,12 +265,16 @@ def test_evaluation_samples_are_greedy_before_and_after(world, evaluation):
     assert max(len(sample["prompt"]) for sample in samples) > 500
 
 
+def answering(**fields: Any) -> EvaluationSpec:
+    return EvaluationSpec(samples=2, max_new_tokens=4, loss=Loss(), **fields)
+
+
 @pytest.mark.shared
 def test_greedy_stops_at_the_end_of_a_turn(world):
     """tiny-chat answers a greeting with a few dozen tokens and an end token."""
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, {"eos_token_ids": [2]}), 300)
+    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, answering(eos_token_ids=(2,))), 300)
     assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
     assert 1 < len(tokens) < 300 and tokens[-1] == tokenizer.eos_token_id
 
@@ -280,12 +285,12 @@ def test_stop_tokens_are_those_of_settings_or_config(world):
     tokenizer = load_tokenizer(world.model)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     config = LlamaConfig(eos_token_id=[7, 5])
-    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": []}) == [9]
-    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": ["<|im_end|>"]}) == [2, 9]
-    assert stop_tokens(config, tokenizer, {"eos_token_ids": []}) == []
-    assert stop_tokens(config, tokenizer, {}) == [5, 7]  # an old spec has neither field
+    assert stop_tokens(config, tokenizer, answering(eos_token_ids=(9,))) == [9]
+    assert stop_tokens(config, tokenizer, answering(eos_token_ids=(9,), eos_tokens=("<|im_end|>",))) == [2, 9]
+    assert stop_tokens(config, tokenizer, answering(eos_token_ids=())) == []
+    assert stop_tokens(config, tokenizer, answering()) == [5, 7]  # an old spec has neither field
     with pytest.raises(TemplateError, match=r"`release\.eos_tokens` has 'nothing of it'.*\[unknown-eos-token\]"):
-        stop_tokens(config, tokenizer, {"eos_tokens": ["nothing of it"]})
+        stop_tokens(config, tokenizer, answering(eos_tokens=("nothing of it",)))
 
 
 @pytest.mark.shared

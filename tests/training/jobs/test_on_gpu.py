@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import factories
 from tests.training.loop.test_waits import stepper_of
 from tests.training.runs import settings, told
 from training.contract.protocol.events import EventWriter
@@ -26,7 +27,7 @@ def tune(job: Job) -> list[dict[str, Any]]:
     On a CPU, policies in bfloat16 differ from the float32 table by 0.05 nats per response.
     """
     with group(job.compute.device) as alone:
-        made = run(job, alone, EventWriter(job.events, keep=True))
+        made = run(factories.context(job, alone, EventWriter(job.events, keep=True)))
     assert made.details.step0_apart < 0.5
     return told(job)
 

@@ -128,7 +128,7 @@ def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker
     job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
     assert forker.run(job, stop=20) == [1]
     [checkpoint] = job.checkpoints.glob("*/step-????????")
-    assert "checkpoints" not in read_manifest(checkpoint).details.seconds
+    assert "checkpoints" not in read_manifest(checkpoint).details["seconds"]
     job.error.unlink()
     assert_same(published(job, forker.run(job)), calm)
 

@@ -9,17 +9,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests import factories
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
 from training.contract.config.training import SupervisedTuning
 from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.identity.model_identity import weights_identity
+from training.contract.protocol.details import ReferenceModelDetails
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import JobResult
 from training.data.tokenization.batch_sampler import epoch_order
 from training.data.tokenization.pair_dataset import PAIRS_SCHEMA
-from training.distributed import ALONE
 from training.jobs.sft import run
 from training.loop import run_state
 
@@ -40,8 +41,8 @@ def settings(**changes: Any) -> dict[str, Any]:
     return SupervisedTuning.model_validate(fields | changes).model_dump(mode="json")
 
 
-def tune(job: Job) -> JobResult:
-    return run(job, ALONE, EventWriter(job.events, keep=True))
+def tune(job: Job) -> JobResult[ReferenceModelDetails]:
+    return run(factories.context(job, events=EventWriter(job.events, keep=True)))
 
 
 def naive_losses(world: Any) -> list[float]:

@@ -23,6 +23,6 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
 
     def make(act: str, ranks: int = 1, nodes: int = 1) -> Job:
         compute = Compute(processes_per_node=ranks, nodes=nodes, device="cpu", grace_seconds=1)
-        return factories.job("policy", tmp_path, {"act": act}, compute=compute)
+        return factories.job("policy", tmp_path, compute=compute, code_version=act)
 
     return make

@@ -108,7 +108,7 @@ def test_run_job_of_two_ranks_publishes_one_artifact(make_job: MakeJob) -> None:
     artifact = Store(job.store).find("policy", job.derivation.key)
     assert artifact is not None
     assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
-    assert artifact.details.ranks == 2
+    assert artifact.details.notes == ("2 ranks",)
     assert not job.staging.exists()
 
 
@@ -120,7 +120,7 @@ def test_run_job_ignores_the_options_of_another_torchrun(make_job: MakeJob, monk
     job = make_job("write", ranks=2)
     run_job(LOCAL, job, lambda event: None)
     artifact = Store(job.store).find("policy", job.derivation.key)
-    assert artifact is not None and artifact.details.ranks == 2
+    assert artifact is not None and artifact.details.notes == ("2 ranks",)
 
 
 def test_run_job_error_of_one_rank_is_the_cause_while_the_other_waits(make_job: MakeJob) -> None:

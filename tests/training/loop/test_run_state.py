@@ -28,14 +28,14 @@ def test_add_step_keeps_about_200_values_of_a_curve(tiny_world: Any, steps: int,
     assert record.figures.train["loss"] == 1 / steps
 
 
-def test_restore_takes_saved_facts_and_adds_seconds(tiny_world: Any):
+def test_restore_takes_saved_figures_and_adds_seconds(tiny_world: Any):
     before, after = (record_of(tiny_world.job("policy", settings())) for _ in range(2))
-    before.facts |= {"tokens": 70, "seconds": {"training": 5.0, "loading": 2.0}}
+    before.figures.tokens, before.figures.seconds = 70, {"training": 5.0, "loading": 2.0}
     after.figures.seconds = {"loading": 3.0}
-    after.restore(dict(before.facts))
+    after.restore(before.figures.to_json())
     assert after.figures.tokens == 70
     assert after.figures.seconds == {"training": 5.0, "loading": 5.0}
-    assert after.facts.keys() == before.facts.keys()
+    assert after.figures.to_json().keys() == before.figures.to_json().keys()
 
 
 def test_resumed_step_is_the_last_checkpoint(tiny_world: Any):

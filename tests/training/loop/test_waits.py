@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from tests import factories
 from tests.training.model.architectures import LOCAL, build
 from tests.training.worlds import build_world
 from training.contract.config.loss import LossType

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tests import factories
 from tests.training.model.architectures import GPT2, alone, build, gradients, groups
 from training.contract.config.training import Adapter
 from training.contract.errors import ModelError
@@ -152,7 +153,7 @@ def test_target_modules_that_peft_takes_for_experts_raise(targets: Any, values: 
     model = build("ernie4_5_moe", SHARED_EXPERTS | {"moe_layer_start_index": 0, "moe_layer_end_index": 1})
     names, settings = list(model.state_dict()), Adapter(target_modules=targets)
     with pytest.raises(ModelError, match=values):
-        check_trainable(model, {"training": {"adapter": settings.model_dump()}})
+        check_trainable(model, factories.recipe(training={"adapter": settings.model_dump()}))
     assert list(model.state_dict()) == names
     with pytest.raises(ModelError, match=values):
         add_adapter(model, settings, seed=0)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tests import factories
 from tests.training.model.architectures import LOCAL, MULTIMODAL, VARIANTS, build, build_multimodal, groups
 from training.contract.config.recipe import Compute
 from training.contract.errors import ModelError
@@ -113,7 +114,7 @@ def test_router_logits_of_another_shape_raise(kind: str, changes: dict[str, Any]
     model = build(kind, changes)
     any_length = shapes.replace("19", r"\d+")
     with pytest.raises(ModelError, match=rf"^`training.router_aux_loss_coef`: .*{any_length}.* 0 \[no-routing\]$"):
-        check_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
+        check_trainable(model, factories.recipe(training={"router_aux_loss_coef": 0.1}))
     with pytest.raises(ModelError, match=rf"^`reference.sft.router_aux_loss_coef`: .*{any_length}.* \[no-routing\]$"):
         prepare_for_training(model, Compute(), EventWriter(None), own_dropout=False, routing="reference.sft")
     with pytest.raises(ModelError, match=rf"{shapes}.* \[no-routing\]$"):

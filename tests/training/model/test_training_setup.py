@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests import factories
 from training.contract.config.recipe import Compute
 from training.contract.errors import ModelError
 from training.contract.protocol.events import EventWriter, read_events
@@ -112,10 +113,10 @@ def test_a_model_without_layers_to_prepare_raises():
             module.layers = torch.nn.ModuleList([torch.nn.Identity()])
     with pytest.raises(ModelError, match=r"MambaForCausalLM .* \[no-layers\]"):
         prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
-    check_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
+    check_trainable(model, factories.recipe(compute={"activation_checkpointing": False, "compile": False}))
     for setting in ("activation_checkpointing", "compile"):  # jobs before training, which may take hours, raise too
         with pytest.raises(ModelError, match=r"MambaForCausalLM .* \[no-layers\]"):
-            check_trainable(model, {"compute": {setting: True}})
+            check_trainable(model, factories.recipe(compute={setting: True}))
 
 
 def test_a_float8_head_on_a_cpu_raises():

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from training import main
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import RENDEZVOUS, Job
 from training.contract.store.store import JobResult
-from training.distributed import Group
+from training.job_context import JobContext
 from training.jobs import policy
 
 
@@ -81,7 +82,8 @@ def end_early(end: dict[str, Any]) -> Any:
 
     train = policy.run
 
-    def run(job: Job, group: Group, events: EventWriter) -> JobResult:
+    def run(context: JobContext[Any, Any]) -> JobResult:
+        job = context.job
         ends = {
             "step": send_signal(signal.SIGKILL),
             "saved": kill_after_save(job),
@@ -90,8 +92,9 @@ def end_early(end: dict[str, Any]) -> Any:
             "memory": exhaust_memory,
         }
         for key in ends.keys() & end.keys():
-            events = EndingEvents(job.events if group.is_main else None, end[key], ends[key])
-        return train(job, group, events)
+            events = EndingEvents(job.events if context.group.is_main else None, end[key], ends[key])
+            context = replace(context, events=events)
+        return train(context)
 
     return run
 

@@ -16,6 +16,7 @@ from assets.pipeline.pipeline import Pipeline
 from assets.views.pair_reader import TokenizedSide
 from tests.workflows.homes import ATTRIBUTES, check_values
 from training.contract.config.recipe import Recipe
+from training.contract.protocol.details import RescoredPair
 from workflows.cli import tables
 from workflows.cli.output import SanitizedConsole
 from workflows.cli.progress import ProgressBars
@@ -264,7 +265,10 @@ def test_the_table_of_a_plan_counts_the_work():
 
 def test_verification_tables_name_the_row_that_differs():
     agreeing = {"stored": -5.0, "live": -5.0001, "allowed": 0.01}
-    rows = [{"row": n, "chosen": agreeing, "rejected": {**agreeing, "live": -5.0 - n}} for n in (0, 7)]
+    rows = [
+        RescoredPair.model_validate({"row": n, "chosen": agreeing, "rejected": {**agreeing, "live": -5.0 - n}})
+        for n in (0, 7)
+    ]
     artifacts = [VerifiedAsset("policy", FINGERPRINT, False, "file [a] is corrupt")]
     title, *lines, tolerance = text_of(tables.verification, Verification("weekly", artifacts, rows, 0.001, False))
     assert "weekly" in title and " 0.001 nats " in tolerance

@@ -21,9 +21,12 @@ from assets.execution.run_liveness import PROCESS_TAG
 from assets.inputs.current import ResolvedInput
 from assets.pipeline.graph import GRAPH
 from model_registry.model_version import MERGED, ROLLED_BACK_TAG
+from tests import factories
 from tests.workflows.homes import Home, flip, latest
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.protocol.artifacts import KINDS
+from training.contract.protocol.details import LogProbsDetails
 from training.contract.protocol.job import Input, Job
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import Derivation, Source
@@ -48,7 +51,7 @@ def publish(checkout, text, kind="training_spec", **inputs):
     """Publish an unreferenced artifact."""
     how = Derivation(kind=kind, code_version="1", inputs=inputs, settings={"text": text})
     return publish_resolved(
-        checkout.services, ResolvedInput(how, f"{len(text):064x}", {"spec.json": text}), getLogger()
+        checkout.services, KINDS[kind], ResolvedInput(how, f"{len(text):064x}", {"spec.json": text}), getLogger()
     ).artifact
 
 
@@ -208,7 +211,7 @@ def test_gc_keeps_the_cache_of_a_table_of_another_scoring(checkout):
     shard, recorded = score(checkout, rule), latest(checkout.instance, key).tags
     how = Derivation(kind="reference_logprobs", code_version="0", inputs={}, settings={})
     with store.staging() as staging:
-        table = store.publish(staging, how, JobResult("a" * 64, {"rule": rule}))
+        table = store.publish(staging, how, JobResult("a" * 64, factories.details(LogProbsDetails, rule=rule)))
     for fingerprint_of_latest, garbage in (
         (table.fingerprint, []),
         (recorded["dagster/data_version"], [shard.fingerprint]),

@@ -9,11 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.workflows.homes import Home, check_error, check_values
-from training.contract.identity.software import SOFTWARE
+from training.contract.store.artifact_kind import ArtifactKind
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_shard import open_shard
 from training.contract.store.logprob_table import TABLE_FILE
 from training.contract.store.manifest import Source
+from training.contract.store.shard_cache import ShardDetails
 from training.contract.store.store import JobResult, Store
 
 pytestmark = pytest.mark.slow
@@ -33,11 +34,14 @@ def home(first_run, tmp_path):
 def poison(store: Store) -> None:
     """Publish log-probs that are half a nat too low at every token, as the scoring code would."""
     [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
-    shards = [open_shard(store.open(f"memo/{rule}", name)) for name in store.fingerprints(f"memo/{rule}")]
+    shards = [
+        open_shard(store.open(ArtifactKind(f"memo/{rule}", ShardDetails), name))
+        for name in store.fingerprints(f"memo/{rule}")
+    ]
     tokens_N = np.concatenate([load_file(shard.artifact.folder / "tokens.safetensors")["tokens"] for shard in shards])
     keys_SK = np.concatenate([shard.keys_SK for shard in shards])
     counts_S = np.concatenate([shard.counts_S for shard in shards])
-    software = shards[0].artifact.details[SOFTWARE]
+    software = shards[0].artifact.details.software
     for place in (f"memo/{rule}", "reference_logprobs", "keys/reference_logprobs"):
         shutil.rmtree(store.root / place)
     LogprobCache(store, rule, software=software).add(keys_SK, counts_S, tokens_N - np.float32(0.5))

@@ -16,6 +16,7 @@ from tests.workflows.homes import Home, check_error, check_values, write_recipe
 from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import DataError, ModelError, UsageError
+from training.contract.protocol.artifacts import TOKENIZED_PAIRS
 from workflows.cli import tables
 from workflows.commands.plan import PlannedAsset, plan
 from workflows.commands.run import materialize
@@ -44,9 +45,8 @@ def again(baseline: Baseline, name: str) -> tuple[RunReport, str]:
 
 
 def train_pairs(baseline: Baseline, name: str) -> int:
-    pairs = baseline.services.store.open("tokenized_pairs", baseline.fingerprints[name]["tokenized_pairs"] or "")
-    count: int = pairs.details.counts.train
-    return count
+    pairs = baseline.services.store.open(TOKENIZED_PAIRS, baseline.fingerprints[name]["tokenized_pairs"] or "")
+    return pairs.details.counts.train
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.workflows.homes import ATTRIBUTES, Home, check_values, edit, flip
 from training.contract.errors import UsageError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.hash_cache import file_hashes
+from training.contract.protocol.details import RescoredPair
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.manifest import MANIFEST, read_manifest
 from workflows.commands.verify import agrees, verify
@@ -41,10 +42,10 @@ def test_verify_of_an_intact_recipe_finds_nothing(checkout, materialized):
     assert found.ok and found.tolerance == 0.001 and found.advice is None
     assert [a.asset for a in found.artifacts] == [a["asset"] for a in materialized[1]["assets"]]
     stored = load_file(folder_of(checkout, materialized, "reference_logprobs") / "logprobs.safetensors")
-    assert [row["row"] for row in found.rescored] == [0, 40, 80, 119, 159]
+    assert [row.row for row in found.rescored] == [0, 40, 80, 119, 159]
     for row in found.rescored:
-        assert row["chosen"]["stored"] == stored["chosen_logprobs"][row["row"]]
-        assert math.isclose(row["chosen"]["live"], row["chosen"]["stored"], abs_tol=1e-3)
+        assert row.chosen.stored == stored["chosen_logprobs"][row.row]
+        assert math.isclose(row.chosen.live, row.chosen.stored, abs_tol=1e-3)
 
 
 def test_verify_of_changed_files_outside_the_store(checkout):
@@ -127,7 +128,7 @@ def test_verify_finds_a_wrong_value_by_scoring_again(checkout, materialized):
 def test_a_row_agrees_where_both_sides_do(chosen, rejected, agree):
     sides = {"chosen": chosen, "rejected": rejected}
     row = {side: {"stored": -5.0, "live": -5.0 + off, "allowed": 0.125} for side, off in sides.items()}
-    assert agrees(row) == agree
+    assert agrees(RescoredPair.model_validate({"row": 0, **row})) == agree
 
 
 def test_nothing_to_verify_is_wrong_use(checkout):

@@ -11,6 +11,7 @@ from assets.pipeline.graph import GRAPH
 from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from tests.workflows.in_process import services_in
+from training.contract.protocol.artifacts import TOKENIZED_PAIRS
 from workflows.orchestration.resources import io_manager
 from workflows.orchestration.smoke_run import _select_longest, smoke_run
 from workflows.recipes.discovery import LoadedRecipe, load_recipe
@@ -38,7 +39,7 @@ def test_smoke_run_trains_and_leaves_nothing(loaded: LoadedRecipe, tmp_path: Pat
         for kind in ("policy", "reference_logprobs", "released_model"):
             assert services.store.fingerprints(kind) == [], kind
     [pairs] = services.store.fingerprints("tokenized_pairs")
-    train = services.store.open("tokenized_pairs", pairs).details.counts.train
+    train = services.store.open(TOKENIZED_PAIRS, pairs).details.counts.train
     assert found.recipe_steps == 2 * -(-train // 2)
     assert services.tracker.experiment_id(pipeline.family) is None
     assert services.registry.versions() == []

@@ -17,6 +17,7 @@ from setuptools import find_packages  # type: ignore[import-untyped]
 
 from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
+from training.contract.config.key_settings import key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.errors import RecipeError, UsageError
 from training.contract.identity.fingerprint import fingerprint, short
@@ -181,10 +182,10 @@ def test_keys_of_a_minimal_recipe_are_unchanged():
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     of_any_software = {}
     for asset, node in GRAPH.items():
-        settings = {name: value for name, value in node.reads(recipe).items() if name != SOFTWARE}
+        settings = {name: value for name, value in key_settings(node.reads(recipe)).items() if name != SOFTWARE}
         of_any_software[asset] = f"{node.version}-{short(fingerprint('settings', settings))}"
     assert of_any_software == CODE_VERSIONS
-    assert {asset for asset in GRAPH if SOFTWARE in GRAPH[asset].reads(recipe)} == {
+    assert {asset for asset in GRAPH if SOFTWARE in key_settings(GRAPH[asset].reads(recipe))} == {
         "tokenization_spec",
         "tokenized_pairs",
         "reference_logprobs",

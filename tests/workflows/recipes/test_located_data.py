@@ -9,6 +9,7 @@ from assets.inputs.current import find_data
 from assets.inputs.resolve import locate_base_model, locate_tokenizer
 from model_registry.registry import Registry
 from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.config.key_settings import key_settings
 from training.contract.errors import ModelError, PedigreeError
 from workflows.recipes.discovery import load_recipe
 
@@ -23,7 +24,7 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
     pipeline = load_recipe(folder).pipeline
     found = find_data(pipeline)
     sha256 = {name: hashlib.sha256((rows / name).read_bytes()).hexdigest() for name in ("a/1.jsonl", "b.ndjson")}
-    files = preferences_work(pipeline, found).locations["files"]
+    files = preferences_work(pipeline, found).locations.model_dump(mode="json")["files"]
     assert files == [
         [{"name": name, "path": str(rows / name), "sha256": sha} for name, sha in sha256.items()],
         [{"name": "b.ndjson", "path": str(rows / "b.ndjson"), "sha256": sha256["b.ndjson"]}],
@@ -50,7 +51,7 @@ def test_setting_of_one_source_is_passed_with_all_sources(tmp_path, setting, add
     pipeline = load_recipe(folder).pipeline
     settings = preferences_work(pipeline, find_data(pipeline)).settings
     always = {"formats": ["auto", "auto"], "held_out": [False, False], "validation_fraction": 0.1, "duplicates": "keep"}
-    assert settings == {**always, **added}
+    assert key_settings(settings) == {**always, **added}
 
 
 @pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])
@@ -89,7 +90,7 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, files, found):
         with pytest.raises(ModelError, match=r"defs\.yaml:\d+: tokenization\.tokenizer: .*/own .*\[no-tokenizer\]"):
             locate_tokenizer(pipeline, registry)
     else:
-        assert set(locate_tokenizer(pipeline, registry).identity["files"]) == set(found.split())
+        assert set(locate_tokenizer(pipeline, registry).identity.files) == set(found.split())
 
 
 LONG = f"./{'x' * 300}"

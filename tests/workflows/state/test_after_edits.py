@@ -33,7 +33,9 @@ from tests.workflows.state.test_truth_table import CAPITAL, HELD_OUT, PLAIN, TRA
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.model_identity import weights_identity
+from training.contract.protocol.artifacts import POLICY
 from training.contract.protocol.events import Event
+from training.contract.protocol.settings import ScoringSettings, TrainingSpec
 from workflows.commands.inspect_pair import inspect_row
 from workflows.commands.plan import plan
 from workflows.commands.run import materialize
@@ -389,7 +391,7 @@ def test_a_policy_that_starts_from_the_champion(baseline: Baseline, sandbox: San
     assert f"champion absent -> {short(weights)}" in found["training_spec"]
     loaded = run(baseline, sandbox)
     pipeline = loaded.pipeline
-    made = baseline.services.store.open("policy", latest(baseline.instance, pipeline.key("policy")).fingerprint or "")
+    made = baseline.services.store.open(POLICY, latest(baseline.instance, pipeline.key("policy")).fingerprint or "")
     assert made.manifest.made_from.settings["champion"] == weights
     assert made.details.step0_loss == pytest.approx(math.log(2), abs=1e-5)
     assert abs(made.details.series["rewards/margins"][0]) > 1e-4
@@ -724,14 +726,17 @@ def test_model_changed_since_its_materialization_is_refused(baseline: Baseline, 
             pipeline,
             baseline.services,
             "reference_logprobs",
-            JobSpec("reference", {}),
+            JobSpec("reference", ScoringSettings.of(pipeline.recipe)),
             {"reference_model": pointer.fingerprint},
         )
 
 
 def test_jobs_of_one_asset_have_different_folders(baseline: Baseline, sandbox: Sandbox):
     """Variants run at the same time, and each writes its events to its folder."""
-    pipeline, works = load_recipe(sandbox.folder).pipeline, [JobSpec("policy", {"seed": seed}) for seed in (0, 1)]
+    pipeline, works = (
+        load_recipe(sandbox.folder).pipeline,
+        [JobSpec("policy", TrainingSpec(seed=seed)) for seed in (0, 1)],
+    )
     assert len({describe_job(pipeline, baseline.services, "policy", work, {}).folder for work in works}) == 2
 
 

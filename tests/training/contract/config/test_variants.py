@@ -116,10 +116,10 @@ def test_schedule_of_a_variant_has_the_time_zone_of_the_recipe():
 def test_error_in_a_variant_has_its_path_in_the_file(variants, path):
     with pytest.raises(ValidationError) as error:
         RecipeDocument.model_validate({**OWN, "variants": variants})
-    assert [details.loc for details in error.value.errors()] == [path]
+    assert [details["loc"] for details in error.value.errors()] == [path]
 
 
 def test_error_in_the_recipe_is_reported_once():
     with pytest.raises(ValidationError) as error:
         RecipeDocument.model_validate({**OWN, "evaluation": {"sample": 1}, "variants": {"x": {}, "y": {}}})
-    assert [details.loc for details in error.value.errors()] == [("evaluation", "sample")]
+    assert [details["loc"] for details in error.value.errors()] == [("evaluation", "sample")]

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from training.contract.errors import ModelError
 from training.contract.identity.hash_cache import HashCache
 from training.contract.identity.model_identity import (
+    ModelIdentity,
     count_parameters,
     hash_tensors,
     weight_files,
@@ -275,7 +276,7 @@ def test_weights_identity_without_permission_raises_with_name(model, monkeypatch
 def test_weights_identity_with_cache_is_the_same_after_every_edit(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("cache") / "hashes.json"
 
-    def cached() -> dict[str, Any]:
+    def cached() -> ModelIdentity:
         return weights_identity(model, HashCache(path, settle_seconds=0.1))
 
     time.sleep(0.2)
@@ -284,7 +285,7 @@ def test_weights_identity_with_cache_is_the_same_after_every_edit(model, tmp_pat
     configure(model, rms_norm_eps=1e-6)
     assert cached() == weights_identity(model) != before
     save_file({"w": np.arange(1, 5, dtype=np.float32)}, model / "model.safetensors")
-    assert cached()["weights"] == weights_identity(model)["weights"] != before["weights"]
+    assert cached().weights == weights_identity(model).weights != before.weights
 
 
 def test_identity_ignores_other_files(model):

@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ConfigDict
 
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.hash_cache import HashCache
+from training.contract.store.artifact_kind import Details
 from training.contract.store.manifest import MANIFEST, Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 from training.contract.system.atomic_io import write_durably
+
+
+class AnyDetails(Details):
+    """Details with any fields."""
+
+    model_config = ConfigDict(extra="allow")
+
 
 KIND, FINGERPRINT = "policy", "f" * 64
 
@@ -31,7 +40,7 @@ def publish(
     with store.staging() as staging:
         (staging / "part").mkdir()
         (staging / "part" / "text.txt").write_text(text)
-        return store.publish(staging, derivation(version), JobResult(fingerprint, details))
+        return store.publish(staging, derivation(version), JobResult(fingerprint, AnyDetails(**details)))
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def store(tmp_path: Path) -> Store:
 def test_published_artifact_is_found_by_key_and_by_fingerprint(store):
     published = publish(store, pairs=3)
     for found in (store.find(KIND, derivation().key), store.open(KIND, FINGERPRINT), published):
-        assert found is not None and found.fingerprint == FINGERPRINT and found.details == {"pairs": 3}
+        assert found is not None and found.fingerprint == FINGERPRINT and found.stored_details == {"pairs": 3}
         assert found.file("part/text.txt").read_text() == "hello" and found.derivation == derivation()
     assert store.fingerprints(KIND) == [FINGERPRINT]
     assert list((store.root / "staging").iterdir()) == []
@@ -86,9 +95,9 @@ def test_open_of_missing_artifact_raises_and_find_returns_none(store):
 def test_two_derivations_of_one_content_share_files_and_keep_their_details(store):
     first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
     assert first.folder == second.folder
-    assert (second.details, second.derivation) == ({"way": "second"}, derivation("2"))
-    assert store.find(KIND, derivation("1").key).details == {"way": "first"}
-    assert store.find(KIND, derivation("2").key).details == {"way": "second"}
+    assert (second.stored_details, second.derivation) == ({"way": "second"}, derivation("2"))
+    assert store.find(KIND, derivation("1").key).stored_details == {"way": "first"}
+    assert store.find(KIND, derivation("2").key).stored_details == {"way": "second"}
     assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
 
 

@@ -10,11 +10,12 @@ from transformers.utils import chat_template_utils
 
 from assets.inputs.resolve import LocatedTokenizer
 from assets.lineage.tokenizer_diff import template_text
+from tests import factories
 from training.contract.errors import DataError, TemplateError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.tokenizer_files import tokenizer_files
+from training.contract.protocol.spec_files import TokenizationSpec
 from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected
-from training.data.templates.tokenization_spec import read_spec
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.jobs.freeze_tokenizer import _write
 
@@ -82,11 +83,11 @@ def test_render_returns_the_text_of_transformers(shared_data, name):
 
 def test_spec_has_all_that_tokenizing_needs(workshop, tiny_chat):
     done = workshop.tokenizer(tiny_chat, max_length=77, over_length="error")
-    spec = read_spec(done.folder)
-    assert (spec["max_length"], spec["over_length"], spec["train_on"]) == (77, "error", "last_response")
-    assert spec["template"] == (tiny_chat / "chat_template.jinja").read_text()
+    spec = TokenizationSpec.read(done.folder)
+    assert (spec.max_length, spec.over_length, spec.train_on) == (77, "error", "last_response")
+    assert spec.template == (tiny_chat / "chat_template.jinja").read_text()
     assert (spec["vocabulary"], spec["special_ids"]["eos_token_id"]) == (2048, 2)
-    assert spec["end_of_turn"] == {"<|im_end|>": 1}
+    assert spec.end_of_turn == {"<|im_end|>": 1}
     written = load_tokenizer(done.folder / "tokenizer")
     assert tokenizer_fingerprint(written) == spec["tokenizer_fingerprint"]
     assert written.chat_template == spec["template"]
@@ -168,8 +169,8 @@ def test_freeze_template_that_takes_parts_only_from_the_user_accepts_it(workshop
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     )
-    spec = read_spec(workshop.tokenizer(tiny_chat, write(text)).folder)
-    assert spec["end_of_turn"] == {"<|im_end|>": 1}
+    spec = TokenizationSpec.read(workshop.tokenizer(tiny_chat, write(text)).folder)
+    assert spec.end_of_turn == {"<|im_end|>": 1}
 
 
 def test_freeze_tokenizer_uses_the_template_of_a_processor(workshop, tiny_chat, copied):
@@ -187,13 +188,13 @@ def test_freeze_tokenizer_uses_the_template_of_a_processor(workshop, tiny_chat, 
             workshop.tokenizer(folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
     assert workshop.tokenizer(folder).made.fingerprint == workshop.tokenizer(tiny_chat).made.fingerprint
-    located = LocatedTokenizer(folder, None, {})
+    located = LocatedTokenizer(folder, None, factories.tokenizer_identity())
     assert template_text(located) == text
 
 
 def test_freeze_template_with_a_clock_accepts_a_date_argument(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
-    assert read_spec(done.folder)["template_kwargs"] == {"date_string": "26 Jul 2024"}
+    assert TokenizationSpec.read(done.folder).template_kwargs == {"date_string": "26 Jul 2024"}
 
 
 # As in SmolLM3 and Mistral Small, which take no other date.
@@ -307,7 +308,7 @@ def test_freeze_folders_without_a_fast_tokenizer_names_them(workshop, tmp_path, 
 def test_freeze_tokenizer_that_saving_changes_raises(tmp_path, tiny_chat):
     """We know no such tokenizer, so the expected fingerprint is a fake."""
     with pytest.raises(TemplateError, match=r"[0-9a-f]{12}, .*0{12}.*\[tokenizer-not-saved-exactly\]"):
-        _write(tmp_path, load_tokenizer(tiny_chat), {"tokenizer_fingerprint": "0" * 64})
+        _write(tmp_path, load_tokenizer(tiny_chat), factories.tokenization_spec(tokenizer_fingerprint="0" * 64))
 
 
 def test_render_rejected_role_raises_the_templates_message(tiny_chat):
@@ -320,7 +321,7 @@ def test_render_rejected_role_raises_the_templates_message(tiny_chat):
 
 def test_freeze_template_without_an_end_of_turn_notes_it(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
-    assert done.details.end_of_turn == {}
+    assert TokenizationSpec.read(done.folder).end_of_turn == {}
     assert "no control token" in done.events.read_text()
 
 

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from tests import factories
 from training.data.formats.formats import FORMATS
 from training.data.templates.chat_template import ChatTemplate
 from training.data.tokenization.encoded_pair import Dropped, DropReason
@@ -27,7 +28,7 @@ PUBLISHED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"
 DAY = "2026-03-05"
 FOR_IMAGES = ("idefics3", "llava_next", "smolvlm")  # they write only messages that are lists of parts
 THINKS_FIRST = ("nemotron_3", "qwen3_5_think", "qwen3_6", "qwen3_8")  # unless a switch is off
-RULES = {"train_on": "last_response", "max_length": 99999, "over_length": "drop", "end_of_turn": {}}
+SPEC = factories.tokenization_spec()
 
 
 def _message(role: str, content: str, **fields: Any) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _pair(row: dict[str, Any]) -> dict[str, Any]:
 def test_encode_returns_the_tokens_of_transformers_or_drops_the_pair(tokenizer, open_template, path):
     template = open_template(path)
     check_template(template, "last_response", path.name)
-    encoder, kept = PairEncoder(tokenizer, template, RULES), set()
+    encoder, kept = PairEncoder(tokenizer, template, SPEC), set()
     for name, row in ROWS.items():
         outcome, expected = _encode(encoder, row), _expected(tokenizer, row, path.stem.startswith(FOR_IMAGES))
         assert outcome == expected if expected else isinstance(outcome, Dropped), f"{name}: {outcome}"
@@ -144,7 +145,7 @@ KNOW_DEVELOPER = ("diffusion_gemma", "gemma4", "gptoss")
 def test_encode_developer_message_is_dropped_unless_the_template_knows_the_role(tokenizer, open_template, path):
     """Cohere's template has the word only in a sentence, and does not write the message."""
     row = {"prompt": [_message("developer", "kookaburra"), ASK]}
-    outcome = _encode(PairEncoder(tokenizer, open_template(path), RULES), row)
+    outcome = _encode(PairEncoder(tokenizer, open_template(path), SPEC), row)
     if path.stem.startswith(KNOW_DEVELOPER):
         expected = _expected(tokenizer, row)
         assert expected and outcome == expected
@@ -162,7 +163,7 @@ MARKING = [path for path in PUBLISHED if "{%- generation" in path.read_text() or
 def test_encode_assistant_turns_returns_the_mask_of_transformers(tokenizer, open_template, path):
     """In responses of several messages, the mask excludes tool results."""
     template, kept, in_parts = open_template(path), set(), path.stem.startswith(FOR_IMAGES)
-    encoder = PairEncoder(tokenizer, template, RULES | {"train_on": "assistant_turns"})
+    encoder = PairEncoder(tokenizer, template, factories.tokenization_spec(train_on="assistant_turns"))
     for name, row in (ROWS | TRAJECTORIES).items():
         [outcome] = encoder.encode([_pair(row)])
         expected = _expected(tokenizer, row, in_parts)
@@ -195,10 +196,10 @@ def test_remedy_returns_the_switch_that_makes_a_pair_usable(tokenizer, open_temp
     paths = [path for path in PUBLISHED if path.stem.startswith(start)]
     assert paths
     for path in paths:
-        encoder = PairEncoder(tokenizer, open_template(path), RULES)
+        encoder = PairEncoder(tokenizer, open_template(path), SPEC)
         assert isinstance(_encode(encoder, ROWS[name]), Dropped)
         assert encoder.remedy(_pair(ROWS[name])) == f"enable_thinking: {str(thinking).lower()}"
-        switched = PairEncoder(tokenizer, open_template(path, enable_thinking=thinking), RULES)
+        switched = PairEncoder(tokenizer, open_template(path, enable_thinking=thinking), SPEC)
         expected = _expected(tokenizer, ROWS[name], enable_thinking=thinking)
         assert expected and _encode(switched, ROWS[name]) == expected
 
@@ -208,7 +209,7 @@ def test_remedy_returns_the_switch_that_makes_a_pair_usable(tokenizer, open_temp
 def test_encode_row_with_a_switch_uses_it(tokenizer, open_template, name, as_text):
     """Data that mixes responses with and without reasoning needs a switch in each row."""
     [path] = [path for path in PUBLISHED if path.stem == name]
-    encoder = PairEncoder(tokenizer, open_template(path), RULES)
+    encoder = PairEncoder(tokenizer, open_template(path), SPEC)
     for row, thinking in (("a question", False), ("reasoning", True)):
         switch: Any = {"enable_thinking": thinking}
         row_with_switch = {**ROWS[row], "chat_template_kwargs": json.dumps(switch) if as_text else switch}
@@ -220,7 +221,7 @@ def test_remedy_of_responses_that_contradict_the_switch_is_none(tokenizer, open_
     """With thinking off, this template would write an empty block before the reasoning in the text."""
     [path] = [path for path in PUBLISHED if path.stem == "qwen3_8"]
     thought = {"prompt": [ASK], "chosen": [_message("assistant", "<think>\nbilby\n</think>\n\nnumbat")]}
-    encoder = PairEncoder(tokenizer, open_template(path), RULES)
+    encoder = PairEncoder(tokenizer, open_template(path), SPEC)
     for rejected in (BAD, _message("assistant", "<think>\nbrolga\n</think>\n\ndingo")):
         row = {**thought, "rejected": [rejected]}
         assert isinstance(_encode(encoder, row), Dropped) and encoder.remedy(_pair(row)) is None
@@ -233,13 +234,13 @@ def test_remedy_of_responses_that_contradict_the_switch_is_none(tokenizer, open_
 def test_encode_response_that_the_template_cuts_at_a_tag_is_dropped(tokenizer, open_template, name, text):
     [path] = [path for path in PUBLISHED if path.stem == name]
     row = {"prompt": [ASK], "chosen": [_message("assistant", text)]}
-    outcome = _encode(PairEncoder(tokenizer, open_template(path), RULES), row)
+    outcome = _encode(PairEncoder(tokenizer, open_template(path), SPEC), row)
     assert outcome.reason is DropReason.LEFT_OUT and repr(text) in outcome.detail
 
 
 def test_remedy_without_a_useful_switch_is_none(tokenizer, open_template):
     [path] = [path for path in PUBLISHED if path.stem == "deepseek_r1_distill"]
-    assert PairEncoder(tokenizer, open_template(path), RULES).remedy(_pair(ROWS["a question"])) is None
+    assert PairEncoder(tokenizer, open_template(path), SPEC).remedy(_pair(ROWS["a question"])) is None
 
 
 def _expected(

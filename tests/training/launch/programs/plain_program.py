@@ -1,4 +1,4 @@
-"""A job of one small process without torch. `settings["act"]` selects its behavior."""
+"""A job of one small process without torch. `code_version` selects its behavior."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def main() -> None:
     job = Job.read(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", 0))
     events = EventWriter(None if rank else job.events, keep=job.checkpoints.exists())
-    act = job.settings["act"]
+    act = job.code_version
     if act == "status":
         sys.stdout.write("last line\n")
         sys.exit(3)

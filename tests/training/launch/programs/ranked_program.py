@@ -1,4 +1,4 @@
-"""training.main with other work for the policy job, on every rank of a real launcher. `settings["act"]` selects the work.
+"""training.main with other work for the policy job, on every rank of a real launcher. `code_version` selects the work.
 
 A rank imports torch, but not the modules of training: they take longer than all the work here.
 """
@@ -15,34 +15,36 @@ import torch
 
 from training import main
 from training.contract.errors import TrainingError
-from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
+from training.contract.store.artifact_kind import Details
 from training.contract.store.store import JobResult
 from training.distributed import Group, mesh_of
+from training.job_context import JobContext
 
 
-def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    if job.settings["act"] == "exchange":
+def run(context: JobContext) -> JobResult:
+    job, group = context.job, context.group
+    if job.code_version == "exchange":
         return exchange(job, group)
     pids = group.gather_rows(torch.tensor([[os.getpid(), os.getppid()]]))
     torchrun = int(pids[0, 1])
     supervisor = int(Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[1])
-    events.emit("note", ranks=pids[:, 0].tolist(), torchrun=torchrun, supervisor=supervisor)
-    if job.settings["act"] == "train_for_ever":
+    context.events.emit("note", ranks=pids[:, 0].tolist(), torchrun=torchrun, supervisor=supervisor)
+    if job.code_version == "train_for_ever":
         while True:
             group.sum_(torch.ones(1000))
             time.sleep(0.01)
-    if job.settings["act"] == "rank_1_refuses" and group.rank == 1:
+    if job.code_version == "rank_1_refuses" and group.rank == 1:
         raise TrainingError("the loss at step 0 is 0.7, expected ln 2")
-    if job.settings["act"] == "read_a_truncated_map" and group.rank == 1:
+    if job.code_version == "read_a_truncated_map" and group.rank == 1:
         read_truncated_map(job.inputs["base_model"].folder / "model.safetensors")
-    if job.settings["act"] == "break":
+    if job.code_version == "break":
         raise IndexError("row 12 of 10")
-    while job.settings["act"] == "wait_for_go" and not (job.folder / "go").exists():
+    while job.code_version == "wait_for_go" and not (job.folder / "go").exists():
         time.sleep(0.05)
     group.barrier()
     (job.staging / f"rank-{group.rank}.txt").write_text(f"{group.rank} of {group.world}")
-    return JobResult(fingerprint="f" * 64, details={"ranks": group.world})
+    return JobResult(fingerprint="f" * 64, details=Details(notes=(f"{group.world} ranks",)))
 
 
 def read_truncated_map(file: Path) -> None:
