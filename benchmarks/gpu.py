@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -157,7 +157,7 @@ def ours(
 
     measured = fresh(workload.folder / name)
     run("measured", str(measured.write()), **limits)
-    steps = [event for event in read_events(measured.events) if event["event"] == "step"]
+    steps = [cast(Told, event) for event in read_events(measured.events) if event["event"] == "step"]
     if arguments.profile:
         profiled = fresh(workload.folder / f"{name}, profiled")
         sys.stdout.write(f"{name}\n{table(run('gpu_profile', str(profiled.write()), **limits))}\n")

@@ -19,11 +19,30 @@ from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.protocol.settings import TokenizerIdentity
 from training.contract.protocol.spec_files import TokenizationSpec
 from training.contract.store.artifact_kind import DetailsT
+from training.contract.store.logprob_cache import SCORING_VERSION
 from training.contract.store.manifest import Derivation, Source
 from training.contract.store.store import Artifact
 from training.distributed import ALONE, Group
 from training.job_context import JobContext
 
+_NAMED = {"named": {"tokenizer": "recipe.yaml:7: tokenizer", "chat_template": "recipe.yaml:7: chat_template"}}
+_TOKENIZER = {**_NAMED, "tokenizer": "tokenizer", "chat_template": None}
+_IDENTITY: dict[str, Any] = {"files": {}, "chat_template": None, "config": {}}
+# By kind of job, the fields without a default.
+_SETTINGS: dict[JobKind, dict[str, Any]] = {
+    "preferences": {"formats": ["auto"], "held_out": [False], "validation_fraction": 0.1, "duplicates": "keep"},
+    "tokenizer": {**_IDENTITY, "train_on": "last_response", "max_length": 1024, "over_length": "drop"},
+    "release_files": {**_IDENTITY, "base_generation": {}, "eos_token_ids": [], "processors": {}, "base_config": {}},
+    "reference": {"dtype": "float32", "scoring": SCORING_VERSION},
+    "evaluation": {"samples": 2, "max_new_tokens": 4, "loss": {}},
+    "proof": {"rows": 1},
+}
+_LOCATIONS: dict[JobKind, dict[str, Any]] = {
+    "preferences": {"sources": [{"path": "rows.jsonl"}], "files": [[]]},
+    "tokenizer": _TOKENIZER,
+    "release_files": {**_TOKENIZER, "base": "base"},
+    "pairs": _NAMED,
+}
 # Of details, the fields without a default.
 _REQUIRED: dict[str, Any] = {
     **dict.fromkeys(("bytes", "tensors", "sequences", "hits", "scored", "pairs", "finite", "tokens"), 0),
@@ -74,13 +93,20 @@ def job(
     job_fields = {
         "artifact": ARTIFACT_KINDS[kind],
         "code_version": "1",
-        "locations": {},
+        "locations": _LOCATIONS.get(kind, {}),
         "recipe": recipe(),
         "store": root / "store",
         "folder": root / folder,
     }
     found = {name: job_input(name, source) for name, source in (inputs or {}).items()}
-    given = {"kind": kind, "settings": settings or {}, "inputs": found, "compute": compute, **job_fields, **fields}
+    given = {
+        "kind": kind,
+        "settings": settings or _SETTINGS.get(kind, {}),
+        "inputs": found,
+        "compute": compute,
+        **job_fields,
+        **fields,
+    }
     return Job.model_validate(given)
 
 
@@ -104,12 +130,14 @@ def tokenization_spec(**fields: Any) -> TokenizationSpec:
 
 def tokenizer_identity(**fields: Any) -> TokenizerIdentity:
     """Return the identity of a tokenizer without files, with these fields changed."""
-    return TokenizerIdentity.model_validate({"files": {}, "chat_template": None, "config": {}, **fields})
+    return TokenizerIdentity.model_validate(_IDENTITY | fields)
 
 
 def details(model: type[DetailsT], **fields: Any) -> DetailsT:
     """Return details of an artifact. Fields that the model requires, also in `counts`, have a default here."""
-    required: dict[str, Any] = {name: value for name, value in _REQUIRED.items() if name in model.model_fields}
+    required: dict[str, Any] = {
+        name: _REQUIRED[name] for name, field in model.model_fields.items() if field.is_required()
+    }
     counts = required.get("counts", {}) | fields.get("counts", {})
     return model.model_validate({**required, **fields, **({"counts": counts} if counts else {})})
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from mlflow.entities import Param, RunTag
 from mlflow.utils.validation import _validate_batch_log_data, _validate_dataset_inputs
 
 from model_registry.mlflow_types import DatasetRef, dataset_inputs, fit, flatten, is_finite, metrics_of, tags_of
+from training.contract.protocol.events import make_event
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -54,18 +56,26 @@ def test_fit_too_long_value_is_cut_with_its_length_and_digest():
 
 
 def test_metrics_of_step_and_eval_events_keep_their_names():
-    step = {"event": "step", "time": 12.3456, "step": 3, "loss": 0.5, "rewards/chosen": -1, "note": "x", "flag": True}
-    assert [(m.key, m.value, m.timestamp, m.step) for m in metrics_of(step)] == [
+    step: dict[str, Any] = {
+        "event": "step",
+        "time": 12.3456,
+        "step": 3,
+        "loss": 0.5,
+        "rewards/chosen": -1,
+        "note": "x",
+        "flag": True,
+    }
+    assert [(m.key, m.value, m.timestamp, m.step) for m in metrics_of(make_event(**step))] == [
         ("loss", 0.5, 12346, 3),
         ("rewards/chosen", -1.0, 12346, 3),
     ]
-    assert [m.key for m in metrics_of({"event": "eval", "time": 1.0, "step": 3, "eval/loss": 0.5})] == ["eval/loss"]
+    assert [m.key for m in metrics_of(make_event("eval", step=3, **{"eval/loss": 0.5}))] == ["eval/loss"]
     assert metrics_of({"event": "progress", "time": 1.0, "done": 1, "total": 2, "unit": "steps"}) == []
     assert metrics_of({"event": "note", "time": 1.0, "text": "x"}) == []
 
 
 def test_is_finite_nan_and_infinity_are_false():
-    metrics = metrics_of({"event": "step", "time": 1.0, "step": 1, "a": math.nan, "b": -math.inf, "c": 0.0})
+    metrics = metrics_of(make_event("step", step=1, a=math.nan, b=-math.inf, c=0.0))
     assert [is_finite(metric) for metric in metrics] == [False, False, True]
 
 

@@ -22,6 +22,7 @@ from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import Points
 from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.errors import UsageError
+from training.contract.protocol.events import Event, make_event
 
 ABOUT: dict[str, Any] = {
     "experiment": "demo",
@@ -33,9 +34,9 @@ ABOUT: dict[str, Any] = {
 }
 
 
-def step(number: int, loss: float | None = None, at: float = 1000.0) -> dict[str, Any]:
+def step(number: int, loss: float | None = None, at: float = 1000.0) -> Event:
     value = 1 / number if loss is None else loss
-    return {"event": "step", "time": at + number, "step": number, "loss": value, "rewards/margins": number / 10}
+    return make_event("step", time=at + number, step=number, loss=value, **{"rewards/margins": number / 10})
 
 
 def history(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[int, float]]:
@@ -93,7 +94,7 @@ def test_run_logs_recipe_lineage_data_set_and_every_step(
     with tracker.run(**ABOUT) as run:
         for number in (1, 2, 3):
             run.record(step(number))
-        run.record({"event": "eval", "time": 1004.0, "step": 3, "eval/loss": 0.25})
+        run.record(make_event("eval", time=1004.0, step=3, **{"eval/loss": 0.25}))
         run.record({"event": "phase", "time": 1005.0, "phase": "saving"})
     logged = client.get_run(run.run_id)
     assert logged.info.status == "FINISHED"

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,7 +44,7 @@ def trajectory(folder: Path, **changes: Any) -> dict[str, Any]:
     """Train in `folder`. Return each series, one number per step, and the fingerprint of the trained weights."""
     job: Job = build_world(folder).job("policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json"))
     made = run(factories.context(job, events=EventWriter(job.events)))
-    steps = [event for event in read_events(job.events) if event["event"] == "step"]
+    steps = [cast(dict[str, Any], event) for event in read_events(job.events) if event["event"] == "step"]
     return {name: [step[name] for step in steps] for name in SERIES} | {"policy": made.fingerprint}
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,9 @@ def tune(job: Job) -> JobResult[PolicyDetails]:
 
 def told(of: Job | Artifact[Any], *kinds: str) -> list[dict[str, Any]]:
     """Return the events of these kinds, by default the steps. A published policy holds the events of its job."""
-    return [e for e in read_events(of.folder / "events.jsonl") if e["event"] in (kinds or ("step",))]
+    return [
+        cast(dict[str, Any], e) for e in read_events(of.folder / "events.jsonl") if e["event"] in (kinds or ("step",))
+    ]
 
 
 def losses(of: Job | Artifact[Any]) -> list[float]:

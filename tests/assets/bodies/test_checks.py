@@ -82,7 +82,8 @@ def test_check_at_its_limit_passes(check, details, more, passes):
 
 
 def test_quarantine_with_rows_names_counts_file_and_first_row():
-    row = {"source": "rows.jsonl", "line": 21, "reason": "wrong type", "detail": "`chosen` is int, expected text"}
+    place = {"source": "rows.jsonl", "line": 21, "text": "{}"}
+    row = {**place, "reason": "wrong type", "detail": "`chosen` is int, expected text"}
     result = checks.quarantine(
         artifact(checks.quarantine, counts={"rows_read": 16, "quarantined": 5}, quarantine_examples=[row]), 0.25
     )

@@ -1,8 +1,10 @@
 """Events as lines: their number during a long job."""
 
 from itertools import pairwise
+from typing import Any
 
 from assets.execution.job_log import EventLines
+from training.contract.protocol.events import make_event
 
 
 def test_event_lines_over_a_week_are_a_few_thousand():
@@ -12,8 +14,8 @@ def test_event_lines_over_a_week_are_a_few_thousand():
     times = []
     for second in range(0, 7 * 24 * 3600, 5):
         count = len(lines)
-        progress = {"done": second, "total": 604_800, "unit": "steps", "seconds_left": None}
-        event_lines.on_event({"event": "progress", "time": 1000.0 + second + second / 1e6, **progress})
+        progress: dict[str, Any] = {"done": second, "total": 604_800, "unit": "steps", "seconds_left": None}
+        event_lines.on_event(make_event("progress", time=1000.0 + second + second / 1e6, **progress))
         times += [second] * (len(lines) - count)
     gaps = [after - before for before, after in pairwise(times)]
     assert set(gaps[:90]) == {5} and max(gaps) <= 305

@@ -25,7 +25,7 @@ def history(tmp_path: Path) -> Iterator[History]:
     with dg.DagsterInstance.ephemeral() as instance:
         for version in (1, 2):
             for asset in list(GRAPH)[:-1]:
-                for key in (pipeline.key(asset), dg.AssetKey(["other", asset])):
+                for key in (pipeline.key(asset), dg.AssetKey(["other", str(asset)])):
                     tags = {"dagster/data_version": f"{key.to_user_string()} {version}"}
                     instance.report_runless_asset_event(
                         dg.AssetMaterialization(key, metadata={"key": version}, tags=tags)

@@ -1,10 +1,14 @@
 """The processes of a job that still run, and its first event."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from training.contract.protocol.events import Event, read_events
+from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
+
+AnyEvent = Mapping[str, Any]  # of a program of the tests, with fields of its own
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -25,7 +29,7 @@ def all_gone(pids: list[int]) -> bool:
     return not alive(pids)
 
 
-def first_event(job: Job) -> Event:
+def first_event(job: Job) -> AnyEvent:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for event in read_events(job.events):

@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 import pytest
 
-from tests.training.launch.living import alive
+from tests.training.launch.living import AnyEvent, alive
 from training.contract.errors import JobFailed
-from training.contract.protocol.events import Event, EventWriter
+from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.contract.system.locks import is_held
@@ -23,8 +23,8 @@ LOCAL = LocalEngine("plain_program")
 MakeJob = Callable[..., Job]
 
 
-def run(job: Job, **options) -> list[Event]:
-    events: list[Event] = []
+def run(job: Job, **options) -> list[AnyEvent]:
+    events: list[AnyEvent] = []
     run_job(LOCAL, job, events.append, **options)
     return events
 
@@ -40,7 +40,7 @@ def test_run_job_passes_events_during_the_run(make_job: MakeJob) -> None:
     job = make_job("answered")
     steps: list[int] = []
 
-    def answer(event: Event) -> None:
+    def answer(event: AnyEvent) -> None:
         steps.append(event["step"])
         (job.folder / "answer").touch()
 
@@ -112,7 +112,7 @@ def test_run_job_notes_a_long_silence(make_job: MakeJob, monkeypatch: pytest.Mon
     monkeypatch.setattr("training.launch.stall._TIMES_LONGEST", 0.0)
     job, notes = make_job("answered"), list[str]()
 
-    def answer(event: Event) -> None:
+    def answer(event: AnyEvent) -> None:
         if event["event"] == "note":
             notes.append(event["text"])
             (job.folder / "answer").touch()
@@ -152,7 +152,7 @@ def test_run_job_removes_error_and_events_of_an_earlier_attempt(make_job: MakeJo
     failure(make_job("data_error"))
     again = make_job("status")
     again.events.write_text('{"event": "step", "step": 9, "loss": 1.0}\n')
-    events: list[Event] = []
+    events: list[AnyEvent] = []
     with pytest.raises(JobFailed, match="exit status 3"):
         run_job(LOCAL, again, events.append)
     assert events == [] and again.events.read_text() == ""
@@ -204,7 +204,7 @@ def test_run_job_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, e
     job = make_job("orphan")
     pids: list[int] = []
 
-    def stop(event: Event) -> None:
+    def stop(event: AnyEvent) -> None:
         pids.extend(event["pids"])
         assert alive(pids) == pids
         raise error

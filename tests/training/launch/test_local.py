@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launch.living import alive, all_gone, first_event
+from tests.training.launch.living import AnyEvent, alive, all_gone, first_event
 from training.contract.errors import JobFailed
 from training.contract.identity.file_stamps import model_stamps
-from training.contract.protocol.events import Event
 from training.contract.protocol.job import Input, Job
 from training.contract.store.store import Store
 from training.launch.launcher import run_job, write_job
@@ -27,11 +26,11 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.slow
 
 
-def pids_of(note: Event) -> list[int]:
+def pids_of(note: AnyEvent) -> list[int]:
     return [*note["ranks"], note["torchrun"], note["supervisor"]]
 
 
-def run_and_fail(job: Job, on_event: Callable[[Event], None]) -> str:
+def run_and_fail(job: Job, on_event: Callable[[AnyEvent], None]) -> str:
     """Run the job and return the message of its failure. It comes long before gloo's timeout of 30 minutes."""
     with pytest.raises(JobFailed) as caught:
         run_job(LOCAL, job, on_event)
@@ -144,7 +143,7 @@ def test_run_job_names_a_killed_rank_and_its_signal(make_job: MakeJob) -> None:
     """The message is not gloo's "connection closed" on rank 0, and comes before gloo's timeout of minutes."""
     pids: list[int] = []
 
-    def kill(note: Event) -> None:
+    def kill(note: AnyEvent) -> None:
         pids.extend(pids_of(note))
         assert all(address in ("127.0.0.1", "::1") for pid in pids for address in listening(pid))
         assert any(listening(pid) for pid in note["ranks"])
@@ -179,7 +178,7 @@ def test_run_job_a_kill_above_the_ranks_ends_them(
 ) -> None:
     pids: list[int] = []
 
-    def kill(note: Event) -> None:
+    def kill(note: AnyEvent) -> None:
         pids.extend(pids_of(note))
         os.kill(note[victim], signal.SIGKILL)
 

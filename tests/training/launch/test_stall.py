@@ -1,6 +1,6 @@
 """Notes about a job that reports nothing, on a clock of the test's own."""
 
-from training.contract.protocol.events import Event
+from training.contract.protocol.events import make_event
 from training.launch.stall import StallDetector
 
 
@@ -34,7 +34,7 @@ def test_note_comes_after_two_minutes_and_then_after_twice_the_time() -> None:
 def test_note_names_the_step_and_the_stopped_processes() -> None:
     clock = Clock()
     stall = StallDetector(clock)
-    stall.on_event({"event": "step", "step": 5, "loss": 0.5})
+    stall.on_event(make_event("step", step=5, loss=0.5))
     [(_, text)] = notes_of(stall, clock, range(200), stopped=(4711, 4712))
     assert "policy job" in text and "120 s" in text and "step 6" in text
     assert "`kill -CONT 4711 4712`" in text
@@ -46,8 +46,7 @@ def test_job_with_long_steps_is_silent_for_ten_of_them() -> None:
     stall = StallDetector(clock)
     for step in range(1, 4):
         clock.seconds = 50.0 * step
-        event: Event = {"event": "step", "step": next(events), "loss": 0.5}
-        stall.on_event(event)
+        stall.on_event(make_event("step", step=next(events), loss=0.5))
     assert [time for time, _ in notes_of(stall, clock, range(150, 800))] == [150 + 500]
 
 
@@ -56,5 +55,5 @@ def test_event_ends_the_silence() -> None:
     stall = StallDetector(clock)
     for second in range(0, 1000, 100):
         clock.seconds = float(second)
-        stall.on_event({"event": "phase", "phase": "training"})
+        stall.on_event(make_event("phase", phase="training"))
         assert stall.note("policy", tuple) is None

@@ -17,6 +17,7 @@ from assets.views.pair_reader import TokenizedSide
 from tests.workflows.homes import ATTRIBUTES, check_values
 from training.contract.config.recipe import Recipe
 from training.contract.protocol.details import RescoredPair
+from training.contract.protocol.events import make_event
 from workflows.cli import tables
 from workflows.cli.output import SanitizedConsole
 from workflows.cli.progress import ProgressBars
@@ -120,14 +121,14 @@ def test_eight_of_many_samples_are_shown_evenly_spread(count: int, seen: range):
 def test_progress_without_a_terminal_is_a_line_each_phase_and_ten_seconds():
     """Otherwise a training in CI would print nothing. A phase ends with its last count. A path in brackets is not markup."""
     console = Console(width=40, record=True, file=open("/dev/null", "w"))
-    steps = [
+    steps: list[dict[str, Any]] = [
         {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
         for n in range(1, 131)
     ]
     with ProgressBars(console) as progress:
-        loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
+        loss: dict[str, Any] = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
         for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
-            progress.on_event({**event, "asset": "policy"})
+            progress.on_event(make_event(**event, asset="policy"))
         progress.on_event({"event": "phase", "phase": "saving", "time": 1131.0, "asset": "policy"})
         progress.on_event({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
     assert console.export_text().splitlines() == [
@@ -155,7 +156,7 @@ def test_progress_in_a_terminal_is_one_line():
     ]
     with ProgressBars(console) as progress:
         for event in events:
-            progress.on_event({**event, "asset": "policy", "time": 1.0})
+            progress.on_event(make_event(**event, asset="policy", time=1.0))
     last = written.getvalue().rpartition("policy ")[2]
     assert all(text in last for text in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
@@ -168,7 +169,7 @@ def test_new_phase_has_no_known_end():
     ]
     with ProgressBars(console) as progress:
         for event in events:
-            progress.on_event({**event, "asset": "policy", "time": 1.0})
+            progress.on_event(make_event(**event, asset="policy", time=1.0))
     last = written.getvalue().rpartition("policy ")[2]
     assert "?" not in last.replace("\x1b[?25h", "") and "saving" in last and "steps" not in last
 
@@ -176,10 +177,16 @@ def test_new_phase_has_no_known_end():
 def test_narrow_terminal_shortens_text_before_figures():
     """80 columns show only the beginning of a path."""
     console = Console(force_terminal=True, color_system=None, width=80, file=(written := io.StringIO()))
-    figures = {"event": "progress", "done": 12_345, "total": 140_000, "unit": "MB", "seconds_left": 1234.0}
+    figures: dict[str, Any] = {
+        "event": "progress",
+        "done": 12_345,
+        "total": 140_000,
+        "unit": "MB",
+        "seconds_left": 1234.0,
+    }
     with ProgressBars(console) as progress:
         for event in ({"event": "phase", "phase": "hashing /models/" + "long/" * 20}, figures):
-            progress.on_event({**event, "asset": "reference_logprobs", "time": 1.0})
+            progress.on_event(make_event(**event, asset="reference_logprobs", time=1.0))
     last = written.getvalue().rpartition("reference_logprobs ")[2]
     assert all(text in last for text in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
     assert "long/" not in last

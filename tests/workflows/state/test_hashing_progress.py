@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -12,7 +11,7 @@ from tests.factories import write_inputs
 from tests.workflows.homes import ATTRIBUTES, Checkout, Home, write_recipe
 from tests.workflows.in_process import services_in
 from training.contract.identity import file_hashing
-from training.contract.protocol.events import read_events
+from training.contract.protocol.events import Event, read_events
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
@@ -28,7 +27,7 @@ def test_slow_hashing_of_an_asset_and_a_job_is_logged_and_reported(tmp_path: Pat
     folder = tmp_path / "small"
     folder.mkdir()
     write_inputs(folder)
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     services = replace(services_in(tmp_path / "home"), listener=events.append)
     with dg.DagsterInstance.ephemeral() as instance:
         report = materialize(load_recipe(write_recipe(folder, ATTRIBUTES)), services, instance, "reference_logprobs")

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from training.contract.config.data_source import DataSource, settings_by_source, settings_of_sources
 from training.contract.config.key_settings import key_settings
 from training.contract.config.loss import Loss
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
 from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError
+from training.contract.protocol.settings import PreferencesSettings
 
 SHORT: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}]},
@@ -296,12 +296,16 @@ def test_muon_gets_the_documented_defaults():
 
 def test_settings_of_sources_without_roles_hold_two_lists():
     """They are part of the key of the pairs, so older data must keep them."""
-    plain = {"formats": ["auto", "auto"], "held_out": [False, False]}
-    assert settings_of_sources([DataSource(path="a"), DataSource(path="b")]) == plain
-    mapped = settings_of_sources([DataSource(path="a"), DataSource(path="b", roles={"developer": "system"})])
-    assert mapped == {**plain, "roles": [{}, {"developer": "system"}]}
-    assert [settings["roles"] for settings in settings_by_source(mapped)] == [{}, {"developer": "system"}]
-    assert [settings["roles"] for settings in settings_by_source(plain)] == [{}, {}]
+    of_data = {"validation_fraction": 0.1, "duplicates": "keep"}
+    expected = {"formats": ["auto", "auto"], "held_out": [False, False], **of_data}
+    plain, mapped = (
+        PreferencesSettings.of(recipe(f"data: {{sources: [{{path: a}}, {{path: b{roles}}}]}}"))
+        for roles in ("", ", roles: {developer: system}")
+    )
+    assert key_settings(plain) == expected
+    assert key_settings(mapped) == {**expected, "roles": [{}, {"developer": "system"}]}
+    assert [source.roles for source in mapped.by_source] == [{}, {"developer": "system"}]
+    assert [source.roles for source in plain.by_source] == [{}, {}]
 
 
 def test_recipe_is_frozen():

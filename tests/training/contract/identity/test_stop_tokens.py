@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, LlamaConfig
 
+from training.contract.config.release import Generation
 from training.contract.errors import ModelError
 from training.contract.identity.stop_tokens import eos_token_ids, generation_settings, released_settings
 
@@ -64,7 +65,7 @@ def test_generation_settings_drop_sampling_settings_of_the_base(tmp_path):
 )
 def test_released_settings_are_greedy_unless_the_recipe_sets_a_temperature(tmp_path, answering, written):
     """transformers reads the file: it samples only at a temperature above 0, and top_k does not drop tokens by default."""
-    settings = released_settings({"pad_token_id": 0, "eos_token_id": 5}, [2, 5], answering)
+    settings = released_settings({"pad_token_id": 0, "eos_token_id": 5}, [2, 5], Generation.model_validate(answering))
     assert settings == {"pad_token_id": 0, "eos_token_id": [2, 5], **written}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     read = GenerationConfig.from_pretrained(tmp_path)

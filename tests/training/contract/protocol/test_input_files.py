@@ -22,6 +22,8 @@ from training.contract.identity.file_stamps import artifact_stamps, model_stamps
 from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.input_files import InputFiles, check_inputs_unchanged, reading
 from training.contract.protocol.job import Input, Job
+from training.contract.protocol.locations import PolicyLocations
+from training.contract.protocol.settings import TrainingSpec
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import JobResult, Store
 
@@ -260,7 +262,7 @@ def test_verify_hashes_the_champion(job: Job, model: Path) -> None:
     """Its folder is a location, not an input, so the job lacks its stamps."""
     fingerprint = job.inputs["reference_model"].fingerprint
     shutil.copytree(model, champion := model.with_name("champion"))
-    changes = {"locations": {"champion": str(champion)}, "settings": {"champion": fingerprint}}
+    changes = {"locations": PolicyLocations(champion=champion), "settings": TrainingSpec(champion=fingerprint)}
     job = job.model_copy(update=changes)
     InputFiles(job).verify()
     other_weights(champion / WEIGHTS)

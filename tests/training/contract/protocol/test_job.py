@@ -10,14 +10,14 @@ from training.contract.protocol.job import Job, JobKind
 
 
 def job_in(folder: Path, kind: JobKind, compute: Compute) -> Job:
-    return factories.job(kind, folder, {"seed": 0}, compute=compute)
+    return factories.job(kind, folder, compute=compute)
 
 
 def test_write_replaces_the_file_in_one_step(tmp_path: Path):
     """Writing in place would also change the hard link."""
     job = job_in(tmp_path, "policy", Compute())
     os.link(job.write(), tmp_path / "before.json")
-    later = job.model_copy(update={"settings": {"seed": 1}})
+    later = job.model_copy(update={"settings": job.settings.model_copy(update={"seed": 1})})
     later.write()
     assert (Job.read(tmp_path / "before.json"), Job.read(job.path)) == (job, later)
     assert [path.name for path in job.folder.iterdir()] == ["job.json"]

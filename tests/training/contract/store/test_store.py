@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ from pydantic import ConfigDict
 
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.hash_cache import HashCache
-from training.contract.store.artifact_kind import Details
+from training.contract.protocol.artifacts import POLICY
+from training.contract.store.artifact_kind import ArtifactKind, Details
 from training.contract.store.manifest import MANIFEST, Derivation
 from training.contract.store.store import Artifact, JobResult, Store
 from training.contract.system.atomic_io import write_durably
@@ -28,6 +30,7 @@ class AnyDetails(Details):
 
 
 KIND, FINGERPRINT = "policy", "f" * 64
+ANY = ArtifactKind(KIND, AnyDetails)
 
 
 def derivation(version: str = "1") -> Derivation:
@@ -50,11 +53,29 @@ def store(tmp_path: Path) -> Store:
 
 def test_published_artifact_is_found_by_key_and_by_fingerprint(store):
     published = publish(store, pairs=3)
-    for found in (store.find(KIND, derivation().key), store.open(KIND, FINGERPRINT), published):
-        assert found is not None and found.fingerprint == FINGERPRINT and found.stored_details == {"pairs": 3}
+    for found in (store.find(ANY, derivation().key), store.open(ANY, FINGERPRINT), published.of_kind(ANY)):
+        assert found is not None and found.fingerprint == FINGERPRINT and found.details == AnyDetails(pairs=3)
         assert found.file("part/text.txt").read_text() == "hello" and found.derivation == derivation()
     assert store.fingerprints(KIND) == [FINGERPRINT]
     assert list((store.root / "staging").iterdir()) == []
+
+
+def test_details_of_an_unknown_form_raise_with_folder_and_field(store):
+    """Another version may have written the manifest. Details are read only if they are used."""
+    artifact = publish(store, steps="many", rewards_finite=True)
+    found = store.open(POLICY, FINGERPRINT)
+    assert found.stored_details["steps"] == "many"
+    with pytest.raises(StoreError, match=rf"{artifact.folder} .*steps: .*\[unknown-details\]") as caught:
+        found.details  # noqa: B018
+    assert caught.value.code == "unknown-details"
+
+
+def test_details_of_an_earlier_and_of_a_later_version_are_read(store):
+    """An earlier version lacks fields, and a later one has more. Null is NaN."""
+    figures = {"rewards_finite": True, "step0_loss": None, "step0_expected": 0.5, "step0_allowed": 0.1}
+    publish(store, **figures, of_a_later_version=[1])
+    details = store.open(POLICY, FINGERPRINT).details
+    assert (details.steps, details.eval, details.step0_expected) == (0, {}, 0.5) and math.isnan(details.step0_loss)
 
 
 def test_find_with_cache_writes_hashes_to_it(store, tmp_path):
@@ -95,9 +116,9 @@ def test_open_of_missing_artifact_raises_and_find_returns_none(store):
 def test_two_derivations_of_one_content_share_files_and_keep_their_details(store):
     first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
     assert first.folder == second.folder
-    assert (second.stored_details, second.derivation) == ({"way": "second"}, derivation("2"))
-    assert store.find(KIND, derivation("1").key).stored_details == {"way": "first"}
-    assert store.find(KIND, derivation("2").key).stored_details == {"way": "second"}
+    assert (second.of_kind(ANY).details, second.derivation) == (AnyDetails(way="second"), derivation("2"))
+    assert store.find(ANY, derivation("1").key).details == AnyDetails(way="first")
+    assert store.find(ANY, derivation("2").key).details == AnyDetails(way="second")
     assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
 
 
@@ -206,7 +227,7 @@ def test_artifact_of_another_user_is_reused(store, monkeypatch):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
     monkeypatch.setattr(os, "utime", refused)
-    assert store.reuse(KIND, derivation().key).fingerprint == FINGERPRINT
+    assert store.reuse(ANY, derivation().key).fingerprint == FINGERPRINT
     assert publish(store, version="2").fingerprint == FINGERPRINT
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launch.living import alive, all_gone, first_event
+from tests.training.launch.living import AnyEvent, alive, all_gone, first_event
 from training.contract.errors import JobFailed
-from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.launch.cluster.configured import ConfiguredEngine
@@ -81,7 +80,7 @@ def with_queue(request: pytest.FixtureRequest) -> Configured:
     return found
 
 
-def pids_of(note: Event) -> list[int]:
+def pids_of(note: AnyEvent) -> list[int]:
     return [*note["ranks"], note["torchrun"]]
 
 
@@ -126,7 +125,7 @@ def test_run_job_error_of_one_rank_is_the_cause(configured: Configured, make_job
 def test_run_job_names_a_killed_rank_and_its_signal(configured: Configured, make_job: MakeJob) -> None:
     pids: list[int] = []
 
-    def kill(event: Event) -> None:
+    def kill(event: AnyEvent) -> None:
         if "ranks" in event:
             pids.extend(pids_of(event))
             os.kill(event["ranks"][1], signal.SIGKILL)
@@ -139,7 +138,7 @@ def test_run_job_names_a_killed_rank_and_its_signal(configured: Configured, make
 def test_run_job_that_the_user_interrupts_leaves_nothing(configured: Configured, make_job: MakeJob) -> None:
     job, pids = make_job("train_for_ever", ranks=2), list[int]()
 
-    def interrupt(event: Event) -> None:
+    def interrupt(event: AnyEvent) -> None:
         if "ranks" in event:
             pids.extend(pids_of(event))
             raise KeyboardInterrupt
@@ -157,7 +156,7 @@ def test_run_job_that_ends_otherwise_leaves_its_job_in_the_queue(
     """A job on this machine cannot outlive its run."""
     job, pids = make_job("train_for_ever", ranks=2), list[int]()
 
-    def fail(event: Event) -> None:
+    def fail(event: AnyEvent) -> None:
         if "ranks" in event:
             pids.extend(pids_of(event))
             raise error
@@ -175,7 +174,7 @@ def test_run_job_that_ends_otherwise_leaves_its_job_in_the_queue(
 def test_run_job_whose_folder_is_removed_cancels_its_job(configured: Configured, make_job: MakeJob) -> None:
     job, pids = make_job("train_for_ever"), list[int]()
 
-    def remove(event: Event) -> None:
+    def remove(event: AnyEvent) -> None:
         if "ranks" in event:
             pids.extend(event["ranks"])
             job.path.unlink()
@@ -194,7 +193,7 @@ def test_run_job_follows_the_job_of_a_killed_process(with_queue: Configured, mak
     launcher.wait()
     seen: list[list[int]] = []
 
-    def on_event(event: Event) -> None:
+    def on_event(event: AnyEvent) -> None:
         seen.append(event.get("ranks", []))
         (job.folder / "go").touch()
 
@@ -226,7 +225,7 @@ def test_run_job_with_other_settings_replaces_the_live_job(with_queue: Configure
     assert with_queue.engine.find(other) is not None and alive(pids) == pids
     seen: list[int] = []
 
-    def on_event(event: Event) -> None:
+    def on_event(event: AnyEvent) -> None:
         if "ranks" in event:
             assert alive(pids) == []
             seen.extend(event["ranks"])

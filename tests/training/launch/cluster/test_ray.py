@@ -10,9 +10,8 @@ import pytest
 
 from tests.training.launch.cluster.ray_cluster import RayCluster, end, ray_cluster
 from tests.training.launch.conftest import PYTHONPATH
-from tests.training.launch.living import all_gone, first_event
+from tests.training.launch.living import AnyEvent, all_gone, first_event
 from training.contract.errors import EngineError, JobFailed
-from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.launch.cluster.configured import ConfiguredEngine
@@ -80,7 +79,7 @@ def test_live_job_is_not_submitted_again(use_ray: RayCluster, make_job: MakeJob)
 def test_job_stopped_by_the_command_of_ray_leaves_nothing(use_ray: RayCluster, make_job: MakeJob) -> None:
     job, pids = make_job("train_for_ever", nodes=2), list[int]()
 
-    def stop(event: Event) -> None:
+    def stop(event: AnyEvent) -> None:
         if "ranks" in event:
             pids.extend([*event["ranks"], event["torchrun"]])
             subprocess.run(
@@ -151,7 +150,7 @@ def test_job_whose_node_is_lost_before_a_checkpoint_fails(own_cluster: RayCluste
     job = make_job("train_for_ever", nodes=2)
     with own_cluster.head(), own_cluster.node() as node:
 
-        def lose(event: Event) -> None:
+        def lose(event: AnyEvent) -> None:
             if "ranks" in event:
                 end(node)
 
@@ -164,7 +163,7 @@ def test_job_whose_head_is_lost_fails_and_the_next_run_starts_anew(own_cluster: 
     job, pids = make_job("wait_for_go", nodes=2), list[int]()
     with own_cluster.head() as head, own_cluster.node():
 
-        def lose(event: Event) -> None:
+        def lose(event: AnyEvent) -> None:
             if "ranks" in event:
                 pids.extend(event["ranks"])
                 end(head)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launch.living import alive, all_gone, first_event
+from tests.training.launch.living import AnyEvent, alive, all_gone, first_event
 from training.contract.errors import EngineError, JobFailed
-from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.launch.cluster import slurm
 from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
@@ -176,7 +175,7 @@ def test_variables_with_secrets_do_not_go_to_the_nodes(make_job: MakeJob, monkey
 def test_job_canceled_by_the_command_of_slurm_leaves_nothing(make_job: MakeJob) -> None:
     job, pids, notes = make_job("train_for_ever", nodes=2), list[int](), list[str]()
 
-    def cancel(event: Event) -> None:
+    def cancel(event: AnyEvent) -> None:
         notes.append(event.get("text", ""))
         if "ranks" in event:
             pids.extend([*event["ranks"], event["torchrun"]])
