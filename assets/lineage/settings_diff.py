@@ -7,7 +7,7 @@ from typing import Any
 
 from training.contract.identity.fingerprint import shortened
 from training.contract.identity.software import SOFTWARE
-from training.contract.protocol.settings import PreferencesSettings
+from training.contract.protocol.settings import SOURCE_LISTS, settings_by_source
 
 _LONGEST_SECTION = 160
 _ABSENT = object()  # instead of a missing field
@@ -24,11 +24,10 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 def _group_by_source(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Group the settings of sources by source, as in a recipe. Leave all others as they are."""
-    lists = PreferencesSettings.model_fields.keys() - {"validation_fraction", "duplicates"}
-    if not lists & settings.keys():
+    if not SOURCE_LISTS.keys() & settings.keys():
         return settings
-    sources = PreferencesSettings.model_validate(settings).by_source
-    rest = {name: value for name, value in settings.items() if name not in lists}
+    sources = settings_by_source(settings)
+    rest = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
     return {**rest, "sources": {str(n): source.model_dump() for n, source in enumerate(sources)}}
 
 

@@ -4,7 +4,7 @@ They come from the recipe and from identities of files. `key_settings` gives the
 stored. Renaming one needs a migration.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -151,19 +151,25 @@ class PreferencesSettings(Settings):
     @property
     def by_source(self) -> list[SourceSettings]:
         """The settings of each source."""
-        lists = {
-            "format": self.formats,
-            "held_out": self.held_out,
-            "columns": self.columns,
-            "roles": self.roles,
-            "fraction": self.fractions,
-            "name": self.names,
-        }
-        given = {name: values for name, values in lists.items() if values is not None}
-        return [
-            SourceSettings.model_validate({name: values[index] for name, values in given.items()})
-            for index in range(len(self.formats))
-        ]
+        return settings_by_source(dict(self))
+
+
+# The settings with a list over all sources, and the field in each list.
+SOURCE_LISTS = {
+    "formats": "format",
+    "held_out": "held_out",
+    "columns": "columns",
+    "roles": "roles",
+    "fractions": "fraction",
+    "names": "name",
+}
+
+
+def settings_by_source(settings: Mapping[str, Any]) -> list[SourceSettings]:
+    """Return the settings of each source from the lists in the settings of `raw_preferences`, of any version."""
+    lists = {field: settings[name] for name, field in SOURCE_LISTS.items() if settings.get(name) is not None}
+    rows = zip(*lists.values(), strict=True)
+    return [SourceSettings.model_validate(dict(zip(lists, row, strict=True))) for row in rows]
 
 
 def _unless_default(field: str, sources: Sequence[DataSource]) -> tuple[Any, ...] | None:
