@@ -19,7 +19,7 @@ from training.contract.system.imports import import_without_gc
 from workflows.cli import main as cli
 
 if TYPE_CHECKING:
-    from training.contract.store.store import Artifact
+    from training.contract.store.artifact import Artifact
     from workflows.api.model_version import ModelVersion
     from workflows.api.recipe import Recipe, load_recipe
     from workflows.commands.plan import PlannedAsset

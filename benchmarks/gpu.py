@@ -51,7 +51,8 @@ from benchmarks.workload import (
 from tests import factories
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
-from training.contract.store.store import Artifact, Store
+from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import Pairs
 
 Told = dict[str, Any]

@@ -23,7 +23,8 @@ from benchmarks.setting import machine, run, table
 from tests.training.workshop import NAMED, Workshop, hashes_of, locations_of
 from training.contract.config.recipe import Tokenization
 from training.contract.protocol.job import Job
-from training.contract.store.store import Artifact, Store
+from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 
 TOKENIZER = "qwen2.5"
 MAX_LENGTH = 2048

@@ -22,7 +22,8 @@ from benchmarks.setting import BATCH, machine, run, table
 from benchmarks.workload import Rows, Workload, multi_turn_rows, policy_job, prepare, reference_job
 from training.contract.config.training import Training
 from training.contract.protocol.events import read_events
-from training.contract.store.store import Artifact, Store
+from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import Pairs
 from training.model.load import load_model
 

@@ -26,8 +26,9 @@ from training.contract.config.recipe import Compute, Reference, Tokenization
 from training.contract.config.training import Training
 from training.contract.identity.fingerprint import fingerprint, sequence_key
 from training.contract.protocol.job import Job
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 from training.data.tokenization.batch_sampler import BatchSampler, train_items
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.loop.objective import pair_tokens

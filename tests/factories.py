@@ -18,10 +18,10 @@ from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.protocol.settings import TokenizerIdentity
 from training.contract.protocol.spec_files import TokenizationSpec
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import DetailsT
 from training.contract.store.logprob_cache import SCORING_VERSION
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import Artifact
 from training.distributed import ALONE, Group
 from training.job_context import JobContext
 

@@ -22,8 +22,9 @@ from training.contract.protocol.events import EventWriter
 from training.contract.protocol.input_files import InputFiles
 from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.protocol.settings import SupervisedTuningSettings, TrainingSpec
+from training.contract.store.artifact import JobResult
 from training.contract.store.artifact_kind import Details
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from training.contract.system.atomic_io import free_bytes, is_disk_full, write_error
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent

@@ -8,9 +8,10 @@ from assets.pipeline.graph import derive
 from model_registry.registry import Registry
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.settings import ReleasedModelSettings
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 
 @dataclass(frozen=True)

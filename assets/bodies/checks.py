@@ -17,7 +17,7 @@ from training.contract.protocol.details import (
     PolicyDetails,
     RowsDetails,
 )
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 QUARANTINE = "quarantine_within_limit"
 RESPONSES = "no_empty_response"

@@ -25,7 +25,7 @@ from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import RAW_PREFERENCES, TOKENIZATION_SPEC, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.details import PairsDetails, RowsDetails, TokenizationDetails
 from training.contract.protocol.locations import PairsLocations, PreferencesLocations
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHOWN_NAMES = 3  # a folder may have thousands
 

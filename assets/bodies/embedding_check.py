@@ -16,7 +16,7 @@ from assets.views.pair_reader import SIDES, read_pairs
 from training.contract.errors import ModelError
 from training.contract.protocol.details import PairsDetails, TokenizationDetails
 from training.contract.protocol.settings import RemoteModel
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHOWN = 8
 

@@ -20,7 +20,7 @@ from training.contract.config.loss import Loss
 from training.contract.protocol.artifacts import EVALUATION, POLICY, AssetName
 from training.contract.protocol.details import EvaluationDetails, PolicyDetails
 from training.contract.protocol.settings import EvaluationSpec, RecordedSettings
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHOWN_SAMPLES = 8  # the report has all of them
 

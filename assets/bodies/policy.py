@@ -28,8 +28,8 @@ from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Job
 from training.contract.protocol.locations import PolicyLocations
 from training.contract.protocol.settings import TrainingSpec
+from training.contract.store.artifact import Artifact
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact
 
 
 def policy(context: AssetContext) -> dg.MaterializeResult:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from assets.views.pair_reader import SIDES
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHIFT, _MARGIN, _CHANGED = 0.01, 0.2, 0.25  # nats a token, nats, share of the samples
 _NUMBERS = ("_logprob", "_tokens")

@@ -27,7 +27,7 @@ from training.contract.protocol.artifacts import (
 )
 from training.contract.protocol.details import LogProbsDetails, ReferenceModelDetails
 from training.contract.protocol.settings import NoSettings, ScoringSettings, SupervisedTuningSettings
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHOWN_ROWS = 8
 

@@ -11,7 +11,7 @@ from model_registry.gate import MIN_PROMPTS, GateMetric, PairedScores, count_pro
 from model_registry.model_version import Version
 from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
 from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 
 def score_against_champion(

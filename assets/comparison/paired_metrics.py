@@ -19,7 +19,7 @@ from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.settings import RecordedSettings
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 Row = Mapping[str, Any]
 _REFERENCE = AssetName.REFERENCE_MODEL

@@ -12,8 +12,8 @@ from assets.pipeline.graph import GRAPH, with_upstream
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.protocol.job import SettingsT
 from training.contract.protocol.spec_files import SPEC_FILE
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind, Details
-from training.contract.store.store import Artifact
 
 
 @dataclass(frozen=True)

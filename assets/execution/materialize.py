@@ -31,9 +31,9 @@ from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Input, Job, JobKind, job_folder
 from training.contract.protocol.locations import NO_LOCATIONS, Locations
+from training.contract.store.artifact import Artifact, JobResult, write_json
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, write_json
 from training.launch.launcher import run_job
 
 

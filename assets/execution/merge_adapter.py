@@ -10,7 +10,8 @@ from training.contract.identity.model_identity import ADAPTER_CONFIG
 from training.contract.protocol.artifacts import MERGED_POLICY, REFERENCE_MODEL, AssetName
 from training.contract.protocol.details import ReferenceModelDetails
 from training.contract.protocol.settings import NoSettings
-from training.contract.store.store import Artifact, Store
+from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 
 
 def base_of(policy: Artifact, store: Store) -> Artifact[ReferenceModelDetails] | None:

@@ -16,10 +16,11 @@ from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, RESCORED, AssetName
 from training.contract.protocol.details import RescoredPair
 from training.contract.protocol.settings import RescoreSettings
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_cache import scoring_rule
 from training.contract.store.manifest import Manifest, read_manifest
 from training.contract.store.shard_cache import ShardDetails
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 _TABLE = AssetName.REFERENCE_LOGPROBS
 _LOG = logging.getLogger(__name__)

@@ -32,8 +32,9 @@ from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import TOKENIZATION_SPEC
 from training.contract.protocol.details import SourceDetails
 from training.contract.protocol.settings import SourcesSettings
+from training.contract.store.artifact import DerivationRecord
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import DerivationRecord, Store
+from training.contract.store.store import Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt; a run repairs it"

@@ -15,9 +15,10 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import UsageError
 from training.contract.protocol.artifacts import AssetName
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 
 @dataclass(frozen=True)

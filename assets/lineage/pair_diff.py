@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from training.contract.errors import StoreError, UnreadableArtifact
 from training.contract.identity.hash_cache import HashCache
 from training.contract.protocol.artifacts import RAW_PREFERENCES
-from training.contract.store.store import Artifact, Store
+from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 
 _COLUMNS = ["identity", "source", "line"]
 

@@ -13,7 +13,8 @@ from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import json_object
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
-from training.contract.store.store import DerivationRecord, Store
+from training.contract.store.artifact import DerivationRecord
+from training.contract.store.store import Store
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Compared elsewhere, or written by transformers alone.

@@ -17,7 +17,7 @@ from training.contract.config.key_settings import JsonObject
 from training.contract.errors import PedigreeError
 from training.contract.identity.chat_template import chat_template
 from training.contract.protocol.spec_files import SPEC_FILE
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _SHOWN_TOKENS = 3
 _SHOWN_LINES = 4

@@ -10,8 +10,8 @@ import dagster as dg
 from assets.views.sentences import sized
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.details import LengthHistogram, ModelDetails, PairText, SampledAnswer, SourceDetails
+from training.contract.store.artifact import Artifact
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact
 from training.contract.system.imports import import_without_gc
 
 if TYPE_CHECKING:

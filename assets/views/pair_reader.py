@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from training.contract.config.key_settings import JsonObject
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 SIDES = ("chosen", "rejected")
 

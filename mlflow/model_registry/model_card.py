@@ -12,7 +12,7 @@ import yaml
 from training.contract.config.key_settings import JsonObject
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.details import EvaluationDetails
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 _METRICS = {
     "eval/rewards/accuracies": "pairs with the higher reward for the chosen response",

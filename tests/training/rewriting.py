@@ -23,8 +23,9 @@ from training.contract.identity.file_stamps import artifact_stamps, model_stamps
 from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 
 SETTINGS: dict[JobKind, dict[str, Any]] = {
     "policy": settings(max_steps=60),

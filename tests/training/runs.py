@@ -18,8 +18,9 @@ from training.contract.config.training import Training
 from training.contract.protocol.details import PolicyDetails
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 from training.data.tokenization.batch_sampler import epoch_order
 from training.distributed import Group
 from training.jobs.policy import run

@@ -14,8 +14,9 @@ from training.contract.identity.tokenizer_files import class_fields, tokenizer_f
 from training.contract.protocol.artifacts import KINDS
 from training.contract.protocol.details import SourceDetails
 from training.contract.protocol.job import Job, JobKind
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 from training.distributed import ALONE
 
 # The places in a recipe that name them.

@@ -32,7 +32,7 @@ from training.contract.protocol.details import EvaluationDetails, SampledAnswer
 from training.contract.protocol.job import Job
 from training.contract.protocol.settings import EvaluationSpec
 from training.contract.protocol.spec_files import TOKENIZER_FOLDER
-from training.contract.store.store import JobResult, write_json
+from training.contract.store.artifact import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.templates.tokenizer import load_tokenizer
 from training.data.tokenization.message_text import read_message_text

@@ -30,7 +30,7 @@ from training.contract.protocol.job import Job
 from training.contract.protocol.locations import ReleaseFilesLocations
 from training.contract.protocol.settings import ReleaseFilesSettings
 from training.contract.protocol.spec_files import SPEC_FILE, TOKENIZER_FOLDER
-from training.contract.store.store import JobResult, write_json
+from training.contract.store.artifact import JobResult, write_json
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.template_warnings import end_of_turn, stop_notes
 from training.data.templates.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint

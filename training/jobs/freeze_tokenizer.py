@@ -19,7 +19,7 @@ from training.contract.protocol.details import TokenizationDetails
 from training.contract.protocol.locations import TokenizerLocations
 from training.contract.protocol.settings import TokenizationSettings
 from training.contract.protocol.spec_files import SPEC_FILE, TOKENIZER_FOLDER, TokenizationSpec
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.contract.system.child_process import MemoryExceeded, run_in_child
 from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected, probe
 from training.data.templates.template_probe import Conversation, left_out, marked

@@ -1,7 +1,7 @@
 """The `merge` job: merge a policy's adapter into its base model. The result loads without peft."""
 
 from training.contract.protocol.artifacts import AssetName
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.job_context import JobContext
 from training.model.adapter import write_merged
 

@@ -29,7 +29,7 @@ from training.contract.protocol.job import Input, Job
 from training.contract.protocol.locations import PolicyLocations
 from training.contract.protocol.settings import TrainingSpec
 from training.contract.protocol.spec_files import TOKENIZER_FOLDER
-from training.contract.store.store import JobResult, write_json
+from training.contract.store.artifact import JobResult, write_json
 from training.data.templates.tokenizer import foreign_tokens, load_tokenizer
 from training.job_context import JobContext
 from training.loop.callbacks import CheckInputs

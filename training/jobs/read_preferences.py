@@ -17,9 +17,10 @@ from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
 from training.contract.protocol.locations import PreferencesLocations
 from training.contract.protocol.settings import PreferencesSettings, SourceSettings
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import read_manifest
 from training.contract.store.row_cache import PairCache
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from training.data.formats.columns import ColumnMapping
 from training.data.formats.formats import FORMATS
 from training.data.formats.messages import Pair

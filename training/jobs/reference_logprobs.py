@@ -22,9 +22,10 @@ from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.details import LogProbsDetails
 from training.contract.protocol.settings import ScoringSettings
+from training.contract.store.artifact import JobResult
 from training.contract.store.logprob_cache import LogprobCache, LookupResult, scoring_rule
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
 from training.distributed import Group
 from training.job_context import JobContext

@@ -16,8 +16,8 @@ from training.contract.identity.fingerprint import fingerprint
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.details import RescoredDetails
 from training.contract.protocol.settings import RescoreSettings
+from training.contract.store.artifact import JobResult, write_json
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import JobResult, write_json
 from training.data.tokenization.pair_dataset import SIDES, Pairs
 from training.job_context import JobContext
 from training.model.logprobs.self_check import check_exact

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.details import ReferenceModelDetails
 from training.contract.protocol.settings import SupervisedTuningSettings
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, TokenCounts, train_items
 from training.data.tokenization.pair_dataset import Pairs
 from training.job_context import JobContext

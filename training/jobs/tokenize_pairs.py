@@ -35,8 +35,9 @@ from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.locations import PairsLocations
 from training.contract.protocol.settings import PairsSettings
 from training.contract.protocol.spec_files import TOKENIZER_FOLDER, TokenizationSpec
+from training.contract.store.artifact import JobResult
 from training.contract.store.row_cache import TokenCache
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint

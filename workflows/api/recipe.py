@@ -14,7 +14,7 @@ from assets.inputs.name_claims import check_name_is_free
 from assets.pipeline.pipeline import Pipeline
 from training.contract.config.recipe import Recipe as RecipeConfig
 from training.contract.protocol.artifacts import EVALUATION, AssetName
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from workflows.api.home_session import open_home, resolve_home
 from workflows.api.model_version import ModelVersion
 from workflows.api.tables import check_asset, check_has_table, latest_artifact, read_steps, read_table

@@ -17,8 +17,9 @@ from assets.views.pair_reader import read_pairs
 from training.contract.errors import UsageError
 from training.contract.protocol.artifacts import KINDS, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.events import read_events
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 
 def check_asset(asset: str, known: Collection[str] = GRAPH.keys()) -> None:

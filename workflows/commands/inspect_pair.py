@@ -28,7 +28,7 @@ from training.contract.protocol.artifacts import (
     TOKENIZED_PAIRS,
     AssetName,
 )
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from workflows.commands.run import in_gpu_pool
 from workflows.state.expected_state import expect_state
 

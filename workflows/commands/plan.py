@@ -28,8 +28,8 @@ from training.contract.identity.fingerprint import KEY_BYTES
 from training.contract.identity.software import COMPARED, scoring_software
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
+from training.contract.store.artifact import Artifact, as_kind
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
-from training.contract.store.store import Artifact, as_kind
 from workflows.recipes.suggested_settings import advice
 from workflows.state.data_artifacts import DataArtifacts, make_data
 from workflows.state.expected_state import ExpectedState, expect_state

@@ -29,7 +29,7 @@ from training.contract.errors import (
 )
 from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, AssetName
 from training.contract.protocol.details import RescoredPair
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from workflows.commands.run import in_gpu_pool
 from workflows.state.expected_state import corrupt_file
 from workflows.state.status import LOST

@@ -28,8 +28,9 @@ from training.contract.protocol.artifacts import BASE_MODEL, POLICY, REFERENCE_L
 from training.contract.protocol.details import PairsDetails, PolicyDetails
 from training.contract.protocol.settings import TrainingSpec
 from training.contract.protocol.spec_files import SPEC_FILE
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.removal import keys_by_fingerprint, remove_artifact
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 from workflows.state.data_artifacts import make_data
 
 DEFAULT_STEPS = 5

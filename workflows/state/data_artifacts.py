@@ -33,8 +33,8 @@ from training.contract.protocol.details import (
     SourceDetails,
     TokenizationDetails,
 )
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
-from training.contract.store.store import Artifact
 
 _LOG = logging.getLogger(__name__)
 

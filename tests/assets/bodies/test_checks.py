@@ -18,9 +18,9 @@ from training.contract.protocol.artifacts import (
     REFERENCE_LOGPROBS,
     TOKENIZED_PAIRS,
 )
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind
 from training.contract.store.manifest import Manifest
-from training.contract.store.store import Artifact
 
 KIND_OF_CHECK: dict[Callable[..., Any], ArtifactKind[Any]] = {
     checks.quarantine: RAW_PREFERENCES,

@@ -11,8 +11,9 @@ import pytest
 
 from assets.bodies import checks
 from assets.bodies.policy_difference import PolicyDifference, difference
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 
 
 def evaluation(folder: Path, columns: dict[str, Any], answers: list[tuple[str, str]]) -> Artifact[Any]:

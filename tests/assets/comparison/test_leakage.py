@@ -12,8 +12,9 @@ import pytest
 from assets.bodies import checks
 from assets.comparison.leakage import Leakage, find_leakage
 from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 
 BASE = fingerprint("base_model", "of the hub")
 QUESTIONS = ("a", "b", "c", "d")

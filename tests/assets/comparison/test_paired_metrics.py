@@ -16,8 +16,9 @@ from model_registry.gate import GateMetric
 from model_registry.model_version import Version, lineage_tags
 from model_registry.registry import Registry
 from training.contract.errors import RegistryUnavailable
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 
 MESSAGE = [("role", pa.string()), ("content", pa.string())]
 CALLS = [*MESSAGE, ("tool_calls", pa.string()), ("tool_call_id", pa.string()), ("name", pa.string())]

@@ -20,8 +20,9 @@ from training.contract.protocol.details import RescoredDetails
 from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.protocol.settings import NoSettings
+from training.contract.store.artifact import JobResult, write_json
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import JobResult, Store, write_json
+from training.contract.store.store import Store
 from training.contract.system.locks import is_held
 from workflows.recipes.discovery import load_recipe
 

@@ -17,7 +17,7 @@ from tests.workflows.in_process import services_in
 from training.contract.config.data_source import DataSource
 from training.contract.protocol.artifacts import PREFERENCE_SOURCE
 from training.contract.protocol.settings import SourcesSettings
-from training.contract.store.store import JobResult, write_json
+from training.contract.store.artifact import JobResult, write_json
 
 
 def _source(hub: dict[str, Any]) -> ResolvedData:

@@ -13,8 +13,9 @@ from sqlalchemy import Engine, event
 from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH, with_upstream
 from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from workflows.recipes.discovery import load_recipe
 
 

@@ -9,8 +9,9 @@ import pytest
 from assets.lineage.pair_diff import pair_changes
 from training.contract.identity.fingerprint import fingerprint
 from training.contract.identity.hash_cache import HashCache
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 
 
 def publish(store: Store, pairs: str, with_identity: bool = True) -> Artifact[Any]:

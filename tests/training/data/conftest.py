@@ -11,7 +11,7 @@ from tests.training import workshop as general
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.files.local_files import DataFile
 from training.contract.protocol.job import Job, JobKind
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from training.data.tokenization.pair_dataset import Pairs
 
 CHATML = (

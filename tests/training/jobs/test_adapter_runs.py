@@ -15,7 +15,7 @@ from tests.training.runs import SIDES, losses, naive_losses, published, settings
 from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.job import Input, Job
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.distributed import ALONE
 from training.jobs import merge_adapter
 from training.model.adapter import add_adapter

@@ -29,8 +29,8 @@ from training.contract.errors import CorruptArtifact, DataError, ModelError, Tem
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure, Job
 from training.contract.protocol.settings import EvaluationSpec
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact
 from training.data.templates.tokenizer import load_tokenizer
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import ALONE

@@ -27,9 +27,10 @@ from training.contract.config.recipe import Parallel
 from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import TABLE_FILE, LogProbTable
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, Pairs
 from training.jobs import reference_logprobs
 from training.model.logprobs.batch_scoring import Prompts, shared_batches

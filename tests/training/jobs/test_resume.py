@@ -14,8 +14,8 @@ from tests.training.worlds import build_world
 from training.checkpoint.async_saver import AsyncSaver
 from training.contract.config.training import Training
 from training.contract.protocol.job import Job
+from training.contract.store.artifact import Artifact
 from training.contract.store.manifest import read_manifest
-from training.contract.store.store import Artifact
 from training.loop.policy_callbacks import EvaluateHeldOut
 
 pytestmark = pytest.mark.slow

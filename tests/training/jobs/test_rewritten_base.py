@@ -16,7 +16,7 @@ from tests.training.worlds import build_world
 from training.contract.errors import JobFailed
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Failure, Job, JobKind
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from training.launch.launcher import run_job
 from training.launch.local import LocalEngine
 

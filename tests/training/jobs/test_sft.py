@@ -18,7 +18,7 @@ from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.details import ReferenceModelDetails
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.data.tokenization.batch_sampler import epoch_order
 from training.data.tokenization.pair_dataset import PAIRS_SCHEMA
 from training.jobs.sft import run

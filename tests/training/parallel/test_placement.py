@@ -18,8 +18,8 @@ from tests.training.worlds import build_world
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import ModelError
 from training.contract.protocol.job import Input, Job
+from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact
 from training.model.load import load_model, named_tensors
 from training.parallel.placement import _check_same_tensors, _TensorInfo
 

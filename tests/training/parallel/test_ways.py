@@ -20,7 +20,7 @@ from tests.training.model.architectures import build
 from tests.training.runs import losses, on_two_ranks, published, told
 from tests.training.worlds import build_world, write_reference
 from training.contract.errors import TrainingError
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from training.distributed import Group
 from training.jobs.policy import prepare
 from training.loop.rank_sync import Flags

@@ -29,7 +29,7 @@ import torch
 from training import main
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import RENDEZVOUS, Job
-from training.contract.store.store import JobResult
+from training.contract.store.artifact import JobResult
 from training.job_context import JobContext
 from training.jobs import policy
 

@@ -28,10 +28,10 @@ from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.artifacts import KINDS
 from training.contract.protocol.details import LogProbsDetails
 from training.contract.protocol.job import Input, Job
+from training.contract.store.artifact import JobResult
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import Derivation, Source
 from training.contract.store.row_cache import TokenCache, keys_of
-from training.contract.store.store import JobResult
 from training.contract.system.locks import holding
 from workflows.commands.gc import GarbageCollector, collect
 from workflows.commands.run import materialize

@@ -9,13 +9,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.workflows.homes import Home, check_error, check_values
+from training.contract.store.artifact import JobResult
 from training.contract.store.artifact_kind import ArtifactKind
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_shard import open_shard
 from training.contract.store.logprob_table import TABLE_FILE
 from training.contract.store.manifest import Source
 from training.contract.store.shard_cache import ShardDetails
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 
 pytestmark = pytest.mark.slow
 

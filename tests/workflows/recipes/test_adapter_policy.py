@@ -20,7 +20,7 @@ from tests.workflows.homes import check_values, write_recipe
 from tests.workflows.in_process import Baseline, run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.identity.model_identity import weights_identity
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 from training.data.tokenization.pair_dataset import Pairs
 from workflows.commands.gc import collect
 from workflows.commands.inspect_pair import inspect_row

@@ -24,9 +24,9 @@ from safetensors.numpy import save_file
 
 from training.contract.errors import CorruptArtifact
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint_of_stream
+from training.contract.store.artifact import Artifact
 from training.contract.store.manifest import verify_contents
 from training.contract.store.shard_cache import Keys, ShardDetails, key_prefixes, read_arrays
-from training.contract.store.store import Artifact
 from training.contract.system.atomic_io import write_error
 
 Floats = npt.NDArray[np.float64]

@@ -11,7 +11,8 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from training.contract.store.store import DerivationRecord, Store
+from training.contract.store.artifact import DerivationRecord
+from training.contract.store.store import Store
 from training.contract.system.locks import holding
 
 

@@ -26,9 +26,9 @@ from safetensors.numpy import save_file
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import fingerprint_of_stream
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.manifest import Derivation, verify_contents
 from training.contract.store.shard_cache import Keys, Rows, ShardCache, ShardDetails, read_arrays
-from training.contract.store.store import Artifact, JobResult
 from training.contract.system.atomic_io import write_error
 
 KEY_BYTES = 16

@@ -24,9 +24,10 @@ import numpy.typing as npt
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.safetensors_file import map_tensors
+from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import ArtifactKind, Details
 from training.contract.store.manifest import read_error
-from training.contract.store.store import Artifact, Store
+from training.contract.store.store import Store
 
 
 class ShardDetails(Details):

@@ -19,7 +19,8 @@ from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.protocol.locations import PairsLocations
 from training.contract.protocol.settings import PairsSettings
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.artifact import Artifact, JobResult
+from training.contract.store.store import Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
 from training.data.tokenization.tokenize_pair import PairEncoder

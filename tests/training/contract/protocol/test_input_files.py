@@ -24,8 +24,9 @@ from training.contract.protocol.input_files import InputFiles, check_inputs_unch
 from training.contract.protocol.job import Input, Job
 from training.contract.protocol.locations import PolicyLocations
 from training.contract.protocol.settings import TrainingSpec
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 
 WEIGHTS, PAIRS = "model.safetensors", "pairs.arrow"
 _OPENED: list[str] = []

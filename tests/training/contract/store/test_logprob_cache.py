@@ -22,9 +22,10 @@ from safetensors.numpy import save_file
 from training.contract.errors import UnreadableArtifact
 from training.contract.store import logprob_cache as cache_module
 from training.contract.store import manifest
+from training.contract.store.artifact import JobResult
 from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import MANIFEST, Derivation, Manifest
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 
 RULE = scoring_rule("a" * 64, "float32")
 

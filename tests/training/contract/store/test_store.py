@@ -17,9 +17,10 @@ from pydantic import ConfigDict
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.hash_cache import HashCache
 from training.contract.protocol.artifacts import POLICY
+from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.artifact_kind import ArtifactKind, Details
 from training.contract.store.manifest import MANIFEST, Derivation
-from training.contract.store.store import Artifact, JobResult, Store
+from training.contract.store.store import Store
 from training.contract.system.atomic_io import write_durably
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 
 FILES = {"config.json": b"{}", "part/one.bin": b"1" * 70_000, "part/two.bin": b"", "weights.bin": b"w" * 200_000}
 DERIVATION = Derivation(kind="policy", code_version="1", inputs={}, settings={})

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import MANIFEST, Derivation
-from training.contract.store.store import JobResult, Store
+from training.contract.store.store import Store
 from training.contract.system.locks import is_held, try_lock
 
 KIND, FINGERPRINT = "policy", "f" * 64

@@ -12,7 +12,7 @@ import pytest
 from tests.training.workshop import Workshop, locations_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 PARTS = {"formats": ["auto"], "held_out": [False], "duplicates": "keep", "validation_fraction": 0.3}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

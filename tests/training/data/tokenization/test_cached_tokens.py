@@ -15,7 +15,7 @@ from tests.training.workshop import NAMED, Workshop, hashes_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
 from training.contract.protocol.job import Job
-from training.contract.store.store import Artifact
+from training.contract.store.artifact import Artifact
 
 pytestmark = pytest.mark.shared
 RULES = {"template_kwargs": {}, "train_on": "last_response", "max_length": 90, "over_length": "drop"}

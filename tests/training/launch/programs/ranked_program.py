@@ -16,8 +16,8 @@ import torch
 from training import main
 from training.contract.errors import TrainingError
 from training.contract.protocol.job import Job
+from training.contract.store.artifact import JobResult
 from training.contract.store.artifact_kind import Details
-from training.contract.store.store import JobResult
 from training.distributed import Group, mesh_of
 from training.job_context import JobContext
 
