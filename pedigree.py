@@ -41,7 +41,7 @@ __all__ = [
     "load_recipe",
 ]
 _MODULES = {
-    "Artifact": "training.contract.store.store",
+    "Artifact": "training.contract.store.artifact",
     "AssetRun": "workflows.commands.run_report",
     "AssetStatus": "workflows.state.status",
     "CheckRun": "workflows.commands.run_report",

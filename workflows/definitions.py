@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from assets.inputs.recipe_yaml import TYPE, check_no_foreign_parts, types_in
 from training.contract.errors import RecipeError
 from workflows.commands.user_checks import assets_built_for
 from workflows.orchestration.pool_wait import wait_patiently
@@ -18,7 +19,7 @@ from workflows.orchestration.resources import io_manager, pedigree_home, service
 from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import ExtraRecipe, extra_recipes, load_recipes, recipe_problem, shows_project
 from workflows.recipes.placeholder import placeholder_definitions
-from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, cause_in, check_no_foreign_parts, types_in
+from workflows.recipes.recipe_files import RECIPE_FILE, cause_in
 
 
 @dg.definitions

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
 from assets.inputs.model_ref import tokenizer_of
+from assets.inputs.recipe_yaml import find_field
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import PedigreeError, RegistryUnavailable, UsageError
 from training.contract.protocol.locations import RecipePlaces
@@ -59,8 +58,8 @@ def place_of_named(file: Path, message: str, sections: Sequence[str]) -> str | N
     for field in _FIELD.findall(message):
         for section in sections:
             name = f"{section}.{field}".removeprefix(".")
-            if (line_and_node := _find_field(file, name.split("."))) is not None:
-                return f"{file}:{line_and_node[0]}: {name}"
+            if (found := find_field(file, name.split("."))) is not None:
+                return f"{file}:{found.line}: {name}"
     return None
 
 
@@ -72,10 +71,9 @@ def _locate(pipeline: Pipeline, field: str) -> str:
 def _find_location(pipeline: Pipeline, field: str) -> str | None:
     variant_fields = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
     for name in (*variant_fields, field):
-        if (line_and_node := _find_field(pipeline.file, name.split("."))) is not None:
-            line, node = line_and_node
-            value = f": {node.value}" if isinstance(node, yaml.ScalarNode) else ""
-            return f"{pipeline.file}:{line}: {name}{value}"
+        if (found := find_field(pipeline.file, name.split("."))) is not None:
+            value = "" if found.text is None else f": {found.text}"
+            return f"{pipeline.file}:{found.line}: {name}{value}"
     return None
 
 
@@ -84,36 +82,3 @@ def tokenizer_places(pipeline: Pipeline) -> RecipePlaces:
     tokenizer = tokenizer_of(pipeline.recipe).field
     template = tokenizer if pipeline.recipe.tokenization.chat_template is None else "tokenization.chat_template"
     return RecipePlaces(tokenizer=_locate(pipeline, tokenizer), chat_template=_locate(pipeline, template))
-
-
-def _find_field(file: Path, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
-    """Return the line of a field and its value; None if the file cannot be read or lacks it."""
-    try:
-        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return _descend(document, ("attributes", *path))
-
-
-def _descend(node: yaml.Node | None, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
-    """Return line and node at `path` below `node`: the first line of a list's item, or the line of a field's name."""
-    start = node
-    for name in path:
-        if isinstance(node, yaml.MappingNode):
-            start, node = next(((key, value) for key, value in _list_fields(node) if key.value == name), (None, None))
-        elif isinstance(node, yaml.SequenceNode) and name.isdigit():
-            start = node = next(iter(node.value[int(name) :]), None)
-        else:
-            return None
-    return None if start is None or node is None else (start.start_mark.line + 1, node)
-
-
-def _list_fields(section: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """Yield a section's own fields, then the fields of merged sections (`<<`)."""
-    yield from section.value
-    for key, merged in section.value:
-        if key.value == "<<":
-            sections = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
-            for merged_section in sections:
-                if isinstance(merged_section, yaml.MappingNode):
-                    yield from _list_fields(merged_section)

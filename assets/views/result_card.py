@@ -5,14 +5,15 @@ address. Every materialization replaces the card.
 """
 
 import re
-from html import escape
 from textwrap import wrap
+
+from training.contract.system.templates import templates_beside
 
 _WIDTH, _PADDING, _LINE_HEIGHT = 740, 10, 19
 _PICTURE_WIDTH, _PICTURE_HEIGHT = 420, 180  # in the proportion of the pictures in assets.views.metadata
 _CHARACTERS_A_LINE, _CHARACTERS_BESIDE_PICTURE = 100, 38
 _MOST_LINES = 4  # of a warning
-_WARNING = ' style="fill: #b3540a"'
+_TEMPLATES = templates_beside(__file__)
 _PICTURE = re.compile(r"!\[[^\]]*\]\((?P<data>data:image/png;base64,[A-Za-z0-9+/=]+)\)")
 
 
@@ -28,21 +29,16 @@ def render_card(sentence: str, picture: str | None, stale: str = "") -> str:
     lines = warning + wrap(sentence, width)
     left = _PADDING + (_PICTURE_WIDTH + _PADDING if found else 0)
     height = max(_LINE_HEIGHT * len(lines), _PICTURE_HEIGHT if found else 0) + 2 * _PADDING
-    texts = "\n".join(
-        f'<text{_WARNING if number < len(warning) else ""} x="{left}" '
-        f'y="{_PADDING + _LINE_HEIGHT * (number + 1) - 5}">{escape(line)}</text>'
-        for number, line in enumerate(lines)
+    card = _TEMPLATES.get_template("card.svg.j2")
+    return card.render(
+        width=_WIDTH,
+        height=height,
+        padding=_PADDING,
+        picture=found["data"] if found else None,
+        picture_width=_PICTURE_WIDTH,
+        picture_height=_PICTURE_HEIGHT,
+        lines=lines,
+        warnings=len(warning),
+        left=left,
+        line_height=_LINE_HEIGHT,
     )
-    image = (
-        f'<image x="{_PADDING}" y="{_PADDING}" width="{_PICTURE_WIDTH}" height="{_PICTURE_HEIGHT}" '
-        f'href="{found["data"]}"/>'
-        if found
-        else ""
-    )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">
-<style>text {{ font: 14px system-ui, sans-serif; fill: #1b1b1f }}</style>
-<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="6" fill="#ffffff" stroke="#c8c8d0"/>
-{texts}
-{image}
-</svg>
-"""

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from model_registry.client import mlflow_api
-from model_registry.client.database import is_database_away, schema_lock, without_secrets
+from model_registry.client.database import schema_lock, without_secrets
+from model_registry.client.outages import is_away, is_corrupt, outage_text
 from model_registry.client.records import ClientRecords, Records
 from model_registry.client.settings import brief_patience
 from model_registry.client.sqlite_records import sqlite_file, sqlite_records
@@ -26,19 +26,9 @@ if TYPE_CHECKING:
 
 _LONG_SECONDS = 1.0
 DEFAULT_PAGE = "http://127.0.0.1:5000"
-# The message of `requests` when it gives up, with the cause; and the text of the cause, without class name and address.
-_GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
-_CAUSE_TEXT = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<text>.*)\1\)""")
-# The message of MLflow's client for the same failure, if it does not repeat the request or passes on the last answer.
-_UNANSWERED = re.compile(r"failed with (timeout exception|exception \('Connection |error code (408|429|5\d\d) )")
-_FAULTS_OF_SERVER = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
-# The messages of botocore when an object store does not answer.
-_FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response from) endpoint URL")
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
-# SQLite's messages for a file that is no database, or a damaged one. They name no remedy.
-_CORRUPT = re.compile(r"file is not a database|disk image is malformed")
 CORRUPT_REMEDY = (
     "restore it from a backup, or move it away and run the same command: it records this recipe's run and releases its "
     "model as version 1 of a new registry"
@@ -140,7 +130,7 @@ class Connection:
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
         message = f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}"
-        if sqlite_file(self.uri) and _CORRUPT.search(message):
+        if is_corrupt(error):  # SQLite's message names no remedy
             message += f"; {CORRUPT_REMEDY}"
         return (
             RegistryUnavailable(message)
@@ -217,14 +207,6 @@ def retry_while_unavailable(
         time.sleep(_BETWEEN_ATTEMPTS)
 
 
-def is_away(error: Exception) -> bool:
-    """Return whether a server, a database or an object store gave no answer, or a server only internal errors."""
-    message = str(error)
-    if isinstance(error, mlflow_api.RestException) and error.json.get("error_code") in _FAULTS_OF_SERVER:
-        return True
-    return is_database_away(message) or any(pattern.search(message) for pattern in (_GAVE_UP, _UNANSWERED, _FILES_AWAY))
-
-
 def is_server(uri: str) -> bool:
     """Return whether a server, not this process, decides where artifacts lie."""
     return uri.startswith(("http://", "https://"))
@@ -286,14 +268,9 @@ def reason(error: Exception, uri: str, seconds: float) -> str:
     first, *rest = str(error).splitlines() or [""]
     summary = shorten(" ".join([first, *rest]), 500) if first.endswith(":") else first or type(error).__name__
     text = summary.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
-    if (gave_up := _GAVE_UP.search(text)) is not None:
-        match = _CAUSE_TEXT.fullmatch(gave_up["cause"])
-        cause = match["text"] if match else gave_up["cause"]
-    elif is_away(error):
-        cause = text
-    else:
+    if not is_away(error):
         return text
     return (
-        f"no good answer in {seconds:.1f} s ({cause}); finished work is kept: run again once the server answers, or name "
-        f"another one in {_variable(uri)}"
+        f"no good answer in {seconds:.1f} s ({outage_text(error) or text}); finished work is kept: run again once the server "
+        f"answers, or name another one in {_variable(uri)}"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from model_registry.mlflow_patches import hide_unused_libraries, name_pipeline_class, skip_comparison_of_requirements
 from training.contract.config.key_settings import JsonObject
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
@@ -32,15 +33,11 @@ _EXAMPLE = {
 _REQUIRED = ("mlflow", "torch", "transformers")
 
 
-_TASK = "text-generation"  # transformers' task for a chat
-# transformers and MLflow import them if they are installed, and use them only for loaded models.
-_UNUSED = ("torch", "peft")
-
-
 def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     """Write the model in `policy`, without its weights, to the new folder `out`; its chat answers call it `name`."""
     flavor = import_without_gc("mlflow.transformers")
-    _adapt_libraries()
+    name_pipeline_class()
+    skip_comparison_of_requirements()
     config = json.loads((policy / "config.json").read_text(encoding="utf-8"))
     mlflow_model = import_without_gc("mlflow.models").Model()
     with TemporaryDirectory(dir=out.parent) as folder:
@@ -70,19 +67,6 @@ def _write_checkpoint(config: JsonObject, tokenizer: Path, folder: Path) -> str:
     return str(folder)
 
 
-def _adapt_libraries() -> None:
-    """Let MLflow read the class of a pipeline from a checkpoint, and save a model in half of the time.
-
-    MLflow expects the class in transformers' table of tasks, where transformers 5.23 has its name. MLflow also
-    compares the requirements with the installed packages, and lists all their files for that. No setting turns this off. The
-    requirements come from these packages, so the comparison is unnecessary.
-    """
-    pipelines: Any = import_without_gc("transformers.pipelines")
-    pipelines.SUPPORTED_TASKS[_TASK]["impl"] = pipelines.TextGenerationPipeline
-    environment: Any = import_without_gc("mlflow.utils.environment")
-    environment.warn_dependency_requirement_mismatches = lambda requirements: None
-
-
 def _use_our_chat_code(mlflow_model: Any, name: str, out: Path) -> None:
     """Let our code answer chats instead of MLflow's, in the `python_function` flavor only."""
     pyfunc = import_without_gc("mlflow.pyfunc")
@@ -104,7 +88,7 @@ def _public_version(library: str) -> str:
 
 
 def main(name: str, policy: str, tokenizer: str, out: str) -> int:
-    sys.modules |= dict.fromkeys(_UNUSED)  # type: ignore[arg-type]  # None: an import of it fails
+    hide_unused_libraries()
     try:
         package(name, Path(policy), Path(tokenizer), Path(out))
     except Exception as error:  # the parent process raises an error with this cause

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from training.contract.config.loss import Loss
-from training.evaluation import report_template
+from training.contract.system.templates import templates_beside
 from training.evaluation.charts import HEIGHT, WIDTH, histogram, length_scatter
 from training.evaluation.examples import Sample, WorstPair
 from training.evaluation.token_rewards import TokenRewards
@@ -67,7 +67,6 @@ def render(report: Report) -> str:
     full = report.rewards.full
     return _PAGE.render(
         report=report,
-        style=Markup(_STYLE.render(levels=_LEVELS)),
         date=f"{report.date:%Y-%m-%d %H:%M}",
         figures=_headline(report),
         reward_meaning=_reward_meaning(report.loss),
@@ -138,7 +137,7 @@ def _visible(text: str) -> str:
 
 
 def _environment() -> Environment:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = templates_beside(__file__)
     environment.globals.update(
         number=_number,
         signed=_signed,
@@ -148,9 +147,9 @@ def _environment() -> Environment:
         height=HEIGHT,
         open_samples=_OPEN_SAMPLES,
         open_pairs=_OPEN_PAIRS,
+        levels=_LEVELS,
     )
     return environment
 
 
-_STYLE = _environment().from_string(report_template.STYLE)
-_PAGE = _environment().from_string(report_template.MACROS + report_template.X_LABELS + report_template.PAGE)
+_PAGE = _environment().get_template("report.html.j2")

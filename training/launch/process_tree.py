@@ -1,20 +1,23 @@
-"""Ending all descendant processes on Linux, with adopted orphans and the process tree of /proc.
+"""Ending all descendant processes on Linux, adopted orphans too. psutil reads the tree of processes.
 
 Process groups do not suffice: torchrun starts each rank in its own session, so a signal to the group misses the ranks. We end
-only descendants of the calling process, never processes by name.
+only descendants of the calling process, never processes by name. psutil compares start times before it sends a signal, so no
+process with a reused id gets one.
 """
 
 import contextlib
 import os
 import signal
 import time
-from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterable
+
+import psutil
 
 from training.contract.system.process import prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def adopt_orphans() -> None:
@@ -24,32 +27,19 @@ def adopt_orphans() -> None:
 
 def ancestors() -> list[int]:
     """Return the process ids above this process, nearest first."""
-    parents, pids = _parents(), [os.getppid()]
-    while pids[-1] in parents:
-        pids.append(parents[pids[-1]])
-    return pids
-
-
-def descendants(root: int | None = None) -> list[int]:
-    """Return the process ids below `root` (this process by default), in any session, including zombies."""
-    children = defaultdict(list)
-    for pid, parent in _parents().items():
-        children[parent].append(pid)
-    pids = [os.getpid() if root is None else root]
-    for pid in pids:
-        pids.extend(children[pid])
-    return pids[1:]
+    return [process.pid for process in psutil.Process().parents()]
 
 
 def living_siblings() -> int:
     """Return the number of processes with the same parent as this one, which counts too. Zombies do not count."""
-    return sum(parent == os.getppid() and state != "Z" for state, parent in _states().values())
+    return sum(
+        _status(sibling) not in (None, psutil.STATUS_ZOMBIE) for sibling in _below(os.getppid(), recursive=False)
+    )
 
 
 def stopped_descendants(root: int) -> list[int]:
     """Return the processes below `root` that SIGSTOP, or a debugger, has stopped."""
-    states = _states()
-    return [pid for pid in descendants(root) if pid in states and states[pid][0] in "Tt"]
+    return [process.pid for process in _below(root) if _status(process) in _STOPPED]
 
 
 def end_descendants(grace: float) -> None:
@@ -59,20 +49,41 @@ def end_descendants(grace: float) -> None:
     escapes: an orphan becomes a child of this process.
     """
     deadline = time.monotonic() + grace
-    signalled = descendants()
-    had_children = set(signalled) & set(_parents().values())
-    _signal(signalled, signal.SIGTERM)
-    while _reap() and (remaining := descendants()):
-        late = time.monotonic() > deadline
-        have_children = set(_parents().values())
-        _signal([pid for pid in remaining if late or (pid in had_children - have_children)], signal.SIGKILL)
+    descendants = _below(os.getpid())
+    had_children = _parents(descendants)
+    _signal(descendants, signal.SIGTERM)
+    while _reap():
+        descendants = _below(os.getpid())
+        late, have_children = time.monotonic() > deadline, _parents(descendants)
+        _signal((p for p in descendants if late or p.pid in had_children - have_children), signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _below(root: int, recursive: bool = True) -> list[psutil.Process]:
+    """Return the processes below `root`, in any session, including zombies."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(root).children(recursive=recursive)
+    return []
+
+
+def _parents(processes: Iterable[psutil.Process]) -> set[int]:
+    parents = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parents.add(process.ppid())
+    return parents
+
+
+def _status(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status()
+    return None
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _reap() -> bool:
@@ -83,18 +94,3 @@ def _reap() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _parents() -> dict[int, int]:
-    return {pid: parent for pid, (_, parent) in _states().items()}
-
-
-def _states() -> dict[int, tuple[str, int]]:
-    """Return the state and the parent of each process."""
-    states = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # `pid (name) state parent ...`; the name may contain spaces and parentheses
-            state, parent, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-            states[int(stat.parent.name)] = state, int(parent)
-    return states

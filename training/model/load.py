@@ -8,9 +8,8 @@ trained in that map. If the file is truncated, as by a `cp` onto it, even modifi
 all needed files are read into memory, and the folder is never opened again.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from transformers import (
     AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    modeling_utils,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -31,6 +29,7 @@ from training.contract.errors import ModelError
 from training.contract.identity.model_identity import PROCESSORS, weight_files
 from training.contract.identity.safetensors_file import read_places
 from training.contract.protocol.input_files import reading
+from training.model.transformers_patches import read_without_mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAPS = Path("/proc/self/maps")
@@ -67,7 +66,7 @@ def _read_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMod
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if device.type == "meta":
             return without_values(config, DTYPES[dtype])
-        with _read_without_mapping():
+        with read_without_mapping():
             model, info = loader(config).from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
@@ -89,24 +88,6 @@ def _read_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMod
     if listed:
         raise ModelError(f"the weights in {folder} do not fit its config.json: {'; '.join(listed)}", "weights-mismatch")
     return model
-
-
-@contextlib.contextmanager
-def _read_without_mapping() -> Iterator[None]:
-    """Let transformers read tensors one by one within the block, instead of mapping the file.
-
-    This keeps at most one copy in memory. transformers' own setting for it holds all bytes of a file twice.
-    """
-    safe_open = modeling_utils.safe_open
-
-    def open_to_read(file: Any, *args: Any, **kwargs: Any) -> Any:
-        return safe_open(file, *args, **{**kwargs, "backend": "pread"})
-
-    modeling_utils.safe_open = open_to_read
-    try:
-        yield
-    finally:
-        modeling_utils.safe_open = safe_open
 
 
 def own_values(model: PreTrainedModel, folder: Path) -> None:

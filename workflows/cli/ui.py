@@ -25,7 +25,7 @@ from workflows.recipes.discovery import (
     recipe_problem,
     shows_project,
 )
-from workflows.recipes.yaml_file import recipes_in
+from workflows.recipes.recipe_files import recipes_in
 from workflows.servers.web_servers import CODE_LOCATION, web_servers
 
 _port = click.IntRange(1, 65535)

@@ -16,10 +16,11 @@ from typing import Any
 
 import dagster as dg
 
+from assets.inputs.recipe_yaml import TYPE, types_in
 from assets.pipeline.pipeline import Pipeline
 from training.contract.errors import RecipeError, UsageError
 from workflows.recipes.component import DEFS
-from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, types_in
+from workflows.recipes.recipe_files import RECIPE_FILE
 
 _MODULE = "workflows.defs"
 _Check = dg.AssetsDefinition  # the class of a component's checks; those in files have a subclass

@@ -21,6 +21,7 @@ from workflows.orchestration.resources import pedigree_home
 
 # SQLite needs a few pages for its journal. With less it reports "disk I/O error".
 _FULL_BYTES = 1 << 18
+_IN_USE = "in use"
 _GONE = re.compile("No such file or directory|unable to open database file|no such table|refuses: runs$")
 
 
@@ -39,7 +40,7 @@ def explain(message: str) -> StoreError | None:
             return StoreError(f"{message}: this user may not write {path}; {SHARED_HOME_HINT}", "not-permitted")
     for path in databases:
         result = _check(path)
-        if "locked" in result:
+        if result == _IN_USE:
             return StoreError(
                 f"{message}; {path} is in use by another process: end it, or wait, and run the same command again",
                 "database-locked",
@@ -63,7 +64,7 @@ def _check(path: Path) -> str:
             database.execute("BEGIN IMMEDIATE")
             database.execute("ROLLBACK")
     except sqlite3.DatabaseError as error:
-        return str(error)
+        return _IN_USE if error.sqlite_errorcode == sqlite3.SQLITE_BUSY else str(error)
     return str(result)
 
 

@@ -1,9 +1,7 @@
 """Waiting for a slot in a pool, within a run.
 
-Dagster's wait (1.13) polls without a pause, and keeps a core busy during the other run's training:
-`InstanceConcurrencyContext.interval_to_next_pending_claim_check` returns the minimum of some times and zero. It ignores Ctrl-C
-and termination, and does not notice the death of the run with the slot. If that run frees the slot just while this one enters
-the queue, this one is never assigned to it.
+Dagster's wait (1.13) keeps a core busy (dagster_patches.py). It ignores Ctrl-C and termination, and does not notice the death
+of the run with the slot. If that run frees the slot just while this one enters the queue, this one is never assigned to it.
 """
 
 import logging
@@ -20,6 +18,7 @@ from sqlalchemy.exc import DatabaseError
 
 from assets.execution.interruption import without_stack_traces
 from assets.execution.run_liveness import fail_orphaned_runs
+from workflows.orchestration.dagster_patches import replace_pool_wait
 
 _SECONDS_ASLEEP = 1.0
 _SECONDS_BETWEEN_CHECKS = 5.0
@@ -60,4 +59,4 @@ def wait_patiently(home: Callable[[], Path]) -> None:
             assert isinstance(storage, SqlEventLogStorage), "no other storage has slots"
             storage.assign_pending_steps([pool])
 
-    ActiveExecution.sleep_til_ready = sleep_til_ready  # type: ignore[assignment]
+    replace_pool_wait(sleep_til_ready)

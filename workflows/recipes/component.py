@@ -12,20 +12,13 @@ import dagster as dg
 from pydantic import BaseModel
 
 from assets.factory import build_assets
+from assets.inputs.recipe_yaml import check_unambiguous, variant_names
 from assets.pipeline.pipeline import Pipeline, identifier
 from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError, UsageError
 from workflows.orchestration.automation import release_freshness, retraining
+from workflows.recipes.recipe_files import RECIPE_FILE, check_name, recipes_in
 from workflows.recipes.scaffold import RecipeScaffolder
-from workflows.recipes.yaml_file import (
-    RECIPE_FILE,
-    check_name,
-    check_no_lone_surrogates,
-    check_no_yaml11_numbers,
-    check_unique_keys,
-    recipes_in,
-    variant_names,
-)
 
 DEFS = Path(__file__).resolve().parents[1] / "defs"  # the project's recipes, found by name
 
@@ -48,9 +41,7 @@ class PreferenceTuning(dg.Component):
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
-        check_no_lone_surrogates(file)
-        check_no_yaml11_numbers(file)
-        check_unique_keys(file)
+        check_unambiguous(file)
         if not isinstance(attributes, RecipeDocument):
             raise RecipeError(
                 "`attributes` is missing; expected the recipe: data, reference and release at least", "missing-field"

@@ -14,22 +14,13 @@ from types import ModuleType
 import dagster as dg
 
 from assets.factory import build_assets
+from assets.inputs.recipe_yaml import check_no_foreign_parts, check_one_recipe, check_values_fit_tags, variant_names
 from assets.pipeline.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from training.contract.identity.fingerprint import check_text, short
 from workflows.orchestration.automation import release_freshness, retraining
 from workflows.recipes.component import DEFS, PreferenceTuning
-from workflows.recipes.yaml_file import (
-    NAME,
-    RECIPE_FILE,
-    cause_in,
-    check_no_foreign_parts,
-    check_one_recipe,
-    check_values_fit_tags,
-    holds_recipe,
-    recipes_in,
-    variant_names,
-)
+from workflows.recipes.recipe_files import NAME, RECIPE_FILE, cause_in, holds_recipe, recipes_in
 
 # Lists of recipe folders, separated as in PATH: shown beside the project's recipes, or instead of them.
 BESIDE_VARIABLE, ALONE_VARIABLE = "PEDIGREE_RECIPES", "PEDIGREE_ONLY_RECIPES"

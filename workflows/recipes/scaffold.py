@@ -9,14 +9,15 @@ from pathlib import Path
 
 import dagster as dg
 
+from assets.inputs.recipe_yaml import TYPE
 from assets.inputs.row_count import count_rows
 from training.contract.errors import UsageError
 from training.contract.files.local_files import data_files
 from training.contract.identity.fingerprint import check_text
 from training.contract.identity.model_identity import count_parameters
 from training.contract.system.atomic_io import write_durably
+from workflows.recipes.recipe_files import RECIPE_FILE, check_name
 from workflows.recipes.suggested_settings import SuggestedSettings, number, propose, size
-from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, check_name
 
 _RECIPE = """\
 # Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` shows the work of a run.

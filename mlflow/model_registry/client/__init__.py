@@ -2,7 +2,8 @@
 
 * `mlflow_api`: all that is called of MLflow.
 * `settings`: the client's timeouts and retries.
-* `database`: timeouts, tables and errors of a database.
+* `database`: timeouts and tables of a database, and its address without a password.
+* `outages`: whether an error means that there was no answer.
 * `records`: runs and versions, only to be read.
 * `sqlite_records`: the same, from a SQLite file.
 """

@@ -9,6 +9,7 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
+from assets.inputs.recipe_yaml import variant_names
 from assets.pipeline.graph import GRAPH
 from tests.privileges import without_privileges
 from tests.workflows.homes import ATTRIBUTES, check_error, write_recipe
@@ -17,7 +18,6 @@ from workflows.cli.main import main
 from workflows.definitions import defs
 from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import extra_recipes, load_recipes, recipe_folders, recipe_place
-from workflows.recipes.yaml_file import variant_names
 
 
 def assert_fails_alone(name: str, code: str, values: list[str], others: set[str]) -> None:

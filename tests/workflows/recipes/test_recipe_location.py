@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from assets.inputs.recipe_location import add_recipe_location, written
+from assets.inputs.recipe_yaml import FieldInFile, find_field
 from training.contract.errors import DataError, ModelError, PedigreeError, RegistryUnavailable, without_code
 from workflows.recipes.discovery import load_recipes
 
@@ -94,3 +95,44 @@ def test_error_that_begins_with_a_field_gets_its_location(pipelines, variant, me
     with pytest.raises(DataError) as again, add_recipe_location(pipeline):
         raise caught.value
     assert str(again.value) == str(caught.value)
+
+
+WRITTEN = """\
+type: workflows.PreferenceTuning
+attributes:
+  rate: 1.0e-3
+  flag: yes
+  nothing: ~
+  sum: !!int 5
+  base: &base
+    first: 1
+    second: 2
+  merged:
+    <<: [{first: 7}, *base]
+    second: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "line", "text"),
+    [
+        ("rate", 3, "1.0e-3"),
+        ("flag", 4, "yes"),
+        ("nothing", 5, "~"),
+        ("sum", 6, "5"),
+        ("base", 7, None),
+        ("merged.first", 11, "7"),
+        ("merged.second", 12, "3"),
+    ],
+)
+def test_find_field_returns_the_line_and_the_text_as_written(tmp_path: Path, field, line, text):
+    file = tmp_path / "defs.yaml"
+    file.write_text(WRITTEN)
+    assert find_field(file, field.split(".")) == FieldInFile(line, text)
+
+
+@pytest.mark.parametrize("content", ["", "- 1\n", "attributes: {}\n", "a: [\n", "a: &a [*a]\n", "a: " + "[" * 3000])
+def test_find_field_returns_none_without_the_field(tmp_path: Path, content):
+    file = tmp_path / "defs.yaml"
+    file.write_text(content)
+    assert find_field(file, ["rate"]) is None

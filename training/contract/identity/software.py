@@ -57,7 +57,8 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
 
     It identifies code in development, between two released versions.
     """
-    files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
+    sources = [*package.rglob("*.py"), *package.rglob("*.j2")]
+    files = sorted((path.relative_to(package).as_posix(), path) for path in sources)
     return fingerprint_of_stream(
         "source", (part for name, path in files for part in (name.encode(), path.read_bytes()))
     )

@@ -1,1 +1,1 @@
-"""The operating system: atomic writes, locks, memory limits, processes, imports."""
+"""The operating system: atomic writes, locks, memory limits, processes, imports, templates."""

@@ -20,10 +20,12 @@ from typing import BinaryIO
 
 from training.contract.errors import EngineError, without_code
 from training.contract.protocol.job import Failure, Job
+from training.contract.system.templates import templates_beside
 from training.launch.cluster.engine_file import SlurmProfile, SlurmSettings
 from training.launch.cluster.task import PORT, write_software
 from training.launch.engine import JobState, Submission, digest_of, name_of
 
+_TEMPLATES = templates_beside(__file__)
 _COMMAND_SECONDS = 60.0
 # The ranks meet at a port that nothing uses on the first node.
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -184,31 +186,19 @@ def batch_script(job: Job, engine: SlurmSettings, profile: SlurmProfile, module:
     python = engine.python or sys.executable
     task = [python, "-P", "-m", "training.launch.cluster.task", str(job.path), digest_of(job), module]
     step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *_options(profile.srun), *task])
-    return f"""#!/bin/bash
-rm -f {_quoted(job.error)} {_quoted(exit_status(job))}
-touch {_quoted(started(job))}
-at_limit=
-trap 'at_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))
-while grep -q ": [0-9A-F]*:$(printf %04X $port) " /proc/net/tcp /proc/net/tcp6; do port=$((port + 1)); done
-export {PORT}=$port
-{profile.setup.strip()}
-{step} &
-step=$!
-while :; do
-  wait "$step"; status=$?
-  kill -0 "$step" 2>/dev/null || break  # else the signal has interrupted `wait`
-done
-if [ -n "$at_limit" ] && [ "$status" -ne 0 ]; then
-  saved=$(find {_quoted(job.checkpoints)} -name 'step-????????' -newer {_quoted(started(job))} -print -quit)
-  if [ -n "$saved" ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 300
-  fi
-  echo {shlex.quote(_TOO_SHORT.model_dump_json())} > {_quoted(job.error)}
-fi
-echo "$status" > {_quoted(exit_status(job))}
-exit "$status"
-"""
+    script = _TEMPLATES.get_template("batch.sbatch.j2").render(
+        error=_quoted(job.error),
+        exit_status=_quoted(exit_status(job)),
+        started=_quoted(started(job)),
+        checkpoints=_quoted(job.checkpoints),
+        first_port=_FIRST_PORT,
+        ports=_PORTS,
+        port_variable=PORT,
+        setup=profile.setup.strip(),
+        step=step,
+        too_short=shlex.quote(_TOO_SHORT.model_dump_json()),
+    )
+    return f"{script}\n"
 
 
 def exit_status(job: Job) -> Path:

@@ -16,7 +16,7 @@ Legend: T tokens, Q and K query and key heads, D head size; as the first dimensi
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -26,11 +26,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations import sdpa_attention
 
 from training.contract.errors import ModelError
 from training.model.attention.shared_prefix import KVCopies, PackedAttentionPlan
 from training.model.backbone import body_of
+from training.model.transformers_patches import repeat_keys_in_float32
 
 SHARED_PREFIX = "pedigree_shared_prefix"
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")
@@ -177,15 +177,6 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         return key_grads_TKD, value_grads_TKD, None
 
 
-def _without_groups_in_float32(use_gqa: Callable[[Tensor | None, Tensor, Tensor], bool]) -> Callable[..., bool]:
-    """Return transformers' `use_gqa`, but False for float32 on a GPU, as in `by_segment`. It serves unshared rows."""
-
-    def supports_groups(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
-        return (not key.is_cuda or key.dtype in _HALF) and use_gqa(mask, key, value)
-
-    return supports_groups
-
-
-sdpa_attention.use_gqa_in_sdpa = _without_groups_in_float32(sdpa_attention.use_gqa_in_sdpa)
+repeat_keys_in_float32()
 # A compiler would unroll the segments of a plan, plain Python objects: compiled layers call the uncompiled `attend`.
 AttentionInterface.register(SHARED_PREFIX, torch.compiler.disable(attend))
