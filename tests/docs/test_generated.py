@@ -50,7 +50,9 @@ def test_other_tables_are_in_a_page():
     assert sorted(used("metrics")) == ["held-out", "step"]
 
 
-@pytest.mark.parametrize("section", list(dict.fromkeys([*sections(), *ENGINE.values()])), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "section", list(dict.fromkeys([*sections(), *ENGINE.values()])), ids=lambda kind: kind.__name__
+)
 def test_table_of_a_section_has_a_row_with_a_description_for_each_field(section: type[BaseModel]):
     rows = fields_table(section).splitlines()[2:]
     assert [row.split(" | ")[0].strip("| `") for row in rows] == list(section.model_fields)
@@ -104,4 +106,6 @@ def test_pages_build_without_a_warning(tmp_path: Path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", str(ROOT / "docs"), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "recipe.schema.json").exists() and "warmup_ratio" in (tmp_path / "reference/recipe.html").read_text()
+    assert (tmp_path / "recipe.schema.json").exists() and "warmup_ratio" in (
+        tmp_path / "reference/recipe.html"
+    ).read_text()
