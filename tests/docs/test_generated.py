@@ -1,5 +1,6 @@
 """The tables that Sphinx inserts: each part of the code has one, and rows hold its fields."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from jsonschema import Draft202012Validator, ValidationError
 from pydantic import BaseModel
 
@@ -17,6 +19,7 @@ from training.contract.config.loss import LossType
 from training.contract.config.variants import RecipeDocument
 from training.contract.protocol.metrics import HELD_OUT_METRICS, STEP_METRICS
 from training.losses.preference import METRICS
+from workflows.cli.main import main
 from workflows.recipes.recipe_schema import recipe_schema
 
 DEMO = yaml.safe_load((ROOT / "workflows/defs/demo/defs.yaml").read_text())
@@ -99,6 +102,10 @@ def test_schema_accepts_a_recipe_and_refuses_an_unknown_field():
     validator.validate(DEMO)
     with pytest.raises(ValidationError, match="batchsize"):
         validator.validate({**DEMO, "attributes": {**DEMO["attributes"], "training": {"batchsize": 8}}})
+
+
+def test_schema_command_prints_the_schema():
+    assert json.loads(CliRunner().invoke(main, ["schema"]).stdout) == recipe_schema()
 
 
 @pytest.mark.slow
