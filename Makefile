@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
-.PHONY: install demo ui test test-system test-long faults check bench clean
+.PHONY: install demo ui test test-system test-long faults check docs bench clean
 
 install: $(VENV)/.installed
 
@@ -38,7 +38,7 @@ test-system: install
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m long
 
-# Make every fault again, and write docs/faults.md from what happened.
+# Make every fault again, and write docs/reference/faults.md from what happened.
 faults: install
 	rm -f .faults.jsonl
 	FAULTS_FILE=$(CURDIR)/.faults.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m long tests/faults
@@ -50,6 +50,11 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
+
+# A warning, such as a link without a target, fails the build. It needs no network.
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
 
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt

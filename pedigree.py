@@ -1,4 +1,4 @@
-"""The Python interface, `import pedigree` (docs/python.md), and the entry point of the command `pedigree`.
+"""The Python interface, `import pedigree` (docs/reference/python.md), and the entry point of the command `pedigree`.
 
     recipe = pedigree.load_recipe("demo")
     recipe.run()

@@ -130,7 +130,10 @@ def difficulty(sentence: Sentence) -> float:
 def all_sentences() -> dict[str, list[Sentence]]:
     """Return the sentences of both parts: docstrings with messages, and pages."""
     code = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [
+        *sorted(ROOT.glob("*.md")),
+        *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts),
+    ]
     return {
         "docstrings and messages": [s for path in [ROOT / "pedigree.py", *code] for s in code_sentences(path)],
         "pages": [s for path in pages for s in page_sentences(path)],

@@ -1,4 +1,4 @@
-"""Codes of errors: at the end of messages, kept by errors that repeat others, and all listed in docs/errors.md."""
+"""Codes of errors: at the end of messages, kept by errors that repeat others, and all listed in docs/reference/errors.md."""
 
 import ast
 import pickle
@@ -61,11 +61,11 @@ def raised_codes() -> Iterator[str]:
 
 
 def test_docs_list_every_code_once() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
     assert len(listed) == len(set(listed))
     used = {*raised_codes(), *(error.code for error in CLASSES.values()), *_CODES.values(), _OTHER_CODE}
-    assert used <= set(listed), f"not in docs/errors.md: {sorted(used - set(listed))}"
+    assert used <= set(listed), f"not in docs/reference/errors.md: {sorted(used - set(listed))}"
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
     source += "\n".join(
         path.read_text(encoding="utf-8")

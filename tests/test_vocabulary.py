@@ -1,4 +1,4 @@
-"""Retired words stay out of identifiers; docs/glossary.md has the words to use instead."""
+"""Retired words stay out of identifiers; docs/reference/glossary.md has the words to use instead."""
 
 import ast
 import re

@@ -18,5 +18,5 @@ Each line imports only from the lines below it.
 * `distributed`: the processes of a job.
 * `contract/`: settings, identities and file formats that all others share; without torch.
 
-docs/architecture.md names the files to read first.
+docs/contributing/architecture.md names the files to read first.
 """

@@ -42,7 +42,7 @@ def ended_commands() -> Iterator[None]:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a function that appends the outcome of a fault to the file in FAULTS_FILE. docs/faults.md is made from it.
+    """Return a function that appends the outcome of a fault to the file in FAULTS_FILE, for docs/reference/faults.md.
 
     `seconds`: until no process was left, or until the answer about an input. `same`: the next run has the undisturbed run's
     artifacts.

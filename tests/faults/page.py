@@ -1,10 +1,10 @@
-"""Write docs/faults.md from the notes of the tests: `python -m tests.faults.page NOTES`; `make faults` does both."""
+"""Write docs/reference/faults.md from the notes of the tests: `python -m tests.faults.page NOTES`; `make faults` does both."""
 
 import json
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "faults.md"
 SECTIONS = {
     "test_kills": ("Signals", "The signal came when the stage began to write its result."),
     "test_hangs": ("Processes that stand still", "SIGSTOP, as a debugger or a frozen container does."),

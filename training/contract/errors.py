@@ -19,8 +19,8 @@
         └── RegistryUnavailable   no answer, or a failure of the server: it may be back in a moment
 
 Every message names the place, the value found, the expected value and the next action. The code ends it, in brackets, as in
-mypy: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`. docs/errors.md lists the
-codes. Programmers' mistakes are `assert`s.
+mypy: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`.
+docs/reference/errors.md lists the codes. Programmers' mistakes are `assert`s.
 """
 
 import re

@@ -1,11 +1,13 @@
-"""The command `pedigree init`: a new recipe, with training settings for the data and the model."""
+"""The commands about the file of a recipe: `init` writes one, `schema` describes it to editors."""
 
+import json
 from pathlib import Path
 
 import click
 
 from workflows.cli import tables
 from workflows.cli.output import print_found, reporting
+from workflows.recipes.recipe_schema import recipe_schema
 from workflows.recipes.scaffold import init_recipe
 
 
@@ -20,3 +22,9 @@ def init(folder: Path, data: str | None, model: str | None, as_json: bool) -> No
     file = init_recipe(folder, data, model)
     missing = [field for field, value in (("data.sources", data), ("reference.model", model)) if value is None]
     print_found(as_json, {"file": str(file)}, tables.new_recipe, file, missing)
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe's file, for editors."""
+    click.echo(json.dumps(recipe_schema(), indent=2))

@@ -24,6 +24,7 @@ COMMANDS = {
         "workflows.cli.maintenance", "Make the previous champion of the model NAME champion again."
     ),
     "run": LazyCommand("workflows.cli.run", "Materialize a recipe: compute what changed, reuse the rest."),
+    "schema": LazyCommand("workflows.cli.init", "Print the JSON schema of a recipe's file, for editors."),
     "serve": LazyCommand("workflows.cli.serve", "Serve a released model like OpenAI's chat completions, until Ctrl-C."),
     "status": LazyCommand("workflows.cli.freshness", "Show which assets are fresh, stale or missing now, and why."),
     "ui": LazyCommand("workflows.cli.ui", "Start Dagster's and MLflow's web servers, until Ctrl-C."),

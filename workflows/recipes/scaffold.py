@@ -20,7 +20,7 @@ from workflows.recipes.recipe_files import RECIPE_FILE, check_name
 from workflows.recipes.suggested_settings import SuggestedSettings, number, propose, size
 
 _RECIPE = """\
-# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` shows the work of a run.
+# Paths are relative to this file; docs/reference/recipe.md lists every field. `pedigree plan` shows the work of a run.
 type: {type}
 attributes:
   data:
@@ -45,7 +45,7 @@ _STEPS = """\
 _RATE = """\
     # For {size} parameters. Published: 2e-7 for 70B and 5e-7 for 8B (Tulu 3, arXiv 2411.15124), 5e-7 for 7B (Zephyr,
     # arXiv 2310.16944), 1e-6 for 1.7B (SmolLM2, alignment-handbook). Others follow from the inverse square root of the size,
-    # below 100 million parameters without a published example: docs/recipe.md#learning-rate-and-steps
+    # below 100 million parameters without a published example: docs/guides/choose-a-loss.md#learning-rate-and-steps
     optimizer: {{type: adamw, learning_rate: {rate}}}
 """
 

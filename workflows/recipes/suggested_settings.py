@@ -31,7 +31,7 @@ _BATCH_SIZES, _MOST_EPOCHS = (4, 64), 10
 _RATE, _PARAMETERS, _HIGHEST_RATE = 5e-7, 7e9, 1e-4
 _ADAPTER = 10
 _SLACK = 2  # of steps, and of steps times rate: advise only below half of the proposal
-_DOCS = "docs/recipe.md#learning-rate-and-steps"
+_DOCS = "docs/guides/choose-a-loss.md#learning-rate-and-steps"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Names in TRL's DPOTrainer and DPOConfig and in peft's LoraConfig, with the recipe's fields, to suggest these.
 
-Some names are from earlier releases. docs/recipe.md has the same table, with notes.
+Some names are from earlier releases. docs/migrating-from-trl.md has the same table, with notes.
 """
 
 FIELDS = {

@@ -30,6 +30,7 @@ from training.contract.errors import ModelError, TrainingError
 from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Failure
+from training.contract.protocol.metrics import HELD_OUT_METRICS, STEP_METRICS
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import Positions, epoch_order
 from training.jobs.policy import prepare
@@ -69,6 +70,8 @@ def test_policy_events_and_files_have_the_values_of_the_steps(tiny_world):
         reference = float(table[f"{side}_logprobs"][[example["row"] - 100 for example in rows]].mean())
         assert last[f"rewards/{side}"] == pytest.approx(BETA * (last[f"logps/{side}"] - reference), abs=1e-9)
     assert first["learning_rate"] == RATE and first["grad_norm"] > 0 and first["tokens_per_second"] > 0
+    assert first.keys() - {"event", "time", "step"} <= STEP_METRICS.keys()
+    assert told(job, "eval")[-1].keys() - {"event", "time", "step"} <= HELD_OUT_METRICS.keys()
     assert told(job, "progress")[-1]["done"] == 12
     assert made.fingerprint == weights_identity(job.staging).fingerprint
     names = {p.name for p in job.staging.iterdir()}

@@ -1,4 +1,4 @@
-"""The example of docs/lineage.md: notices of failed runs and of new versions."""
+"""The example of docs/guides/schedules.md: notices of failed runs and of new versions."""
 
 import json
 import re
@@ -42,7 +42,8 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, packaged_here, notices: list[str]):
-    example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
+    example = re.findall(r"```python
+(.*?)```", (ROOT / "docs/guides/schedules.md").read_text(), re.DOTALL)[0]
     sensors: dict[str, Any] = {}
     exec(example, sensors)
     folder = tmp_path / "small"

@@ -28,7 +28,7 @@ from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import load_recipe, load_recipes
 from workflows.recipes.scaffold import init_recipe
 
-# By hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
+# By hand from docs/concepts/assets-and-lineage.md: asset -> (stage, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),

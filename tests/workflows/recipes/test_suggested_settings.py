@@ -62,7 +62,7 @@ def training(rate: float = 5e-7, **fields: Any) -> Training:
     return Training(optimizer=AdamW(learning_rate=rate), **fields)
 
 
-DOCS = "(docs/recipe.md#learning-rate-and-steps)"
+DOCS = "(docs/guides/choose-a-loss.md#learning-rate-and-steps)"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,12 @@ def test_numbers_are_written_in_short_form() -> None:
 
 
 def test_tables_in_the_documents_are_what_is_proposed() -> None:
-    section = (ROOT / "docs" / "recipe.md").read_text().partition("## Learning rate and steps")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "guides" / "choose-a-loss.md")
+        .read_text()
+        .partition("## Learning rate and steps")[2]
+        .partition("\n## ")[0]
+    )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
     ]

@@ -19,7 +19,7 @@ from workflows.recipes.trl_names import ABSENT, CHOICES, FIELDS
 OF_TRL = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
 OF_TRL |= inspect.signature(DPOTrainer).parameters.keys()
 EARLIER = {"rpo_alpha", "max_prompt_length", "max_completion_length"}
-TABLE = (ROOT / "docs" / "recipe.md").read_text()
+TABLE = (ROOT / "docs" / "migrating-from-trl.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "path"), FIELDS.items())

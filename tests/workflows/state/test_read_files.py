@@ -36,12 +36,7 @@ OTHERS = (
 
 def table() -> dict[str, tuple[str, set[str]]]:
     """Return, for each file name or pattern: its effect, and the assets with the file in their keys."""
-    page = (
-        (ROOT / "docs" / "lineage.md")
-        .read_text(encoding="utf-8")
-        .partition("## Files that count")[2]
-        .partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
     found: dict[str, tuple[str, set[str]]] = {}
     for files, effect, keys in re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
         for name in re.findall(r"`([^`]+\.(?:json|safetensors|txt|model|jinja))`", files):

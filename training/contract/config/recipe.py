@@ -35,7 +35,9 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 class Data(ConfigSection):
     sources: tuple[DataSource, ...] = Field(min_length=1, description="The sources of preference pairs.")
-    validation_fraction: Fraction = Field(0.1, description="The share of prompts to hold out, chosen by hash.")
+    validation_fraction: Fraction = Field(
+        0.1, description="The share of the prompts outside `held_out` sources to hold out, chosen by hash."
+    )
     duplicates: Literal["keep", "drop"] = Field(
         "keep", description="Whether repeated pairs are kept, or only the first of them."
     )

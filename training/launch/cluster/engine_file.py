@@ -30,6 +30,9 @@ from training.contract.protocol.job import Job
 
 ENGINE_FILE = "engine.yaml"
 DEFAULT = "default"
+_CONCURRENT = "How many jobs of this home may wait or run at once."
+_PROFILES = "Profiles by name. `compute.queue` of a recipe selects one; it adds to `default`."
+_PYTHON = "The interpreter on the nodes, if it is elsewhere there."
 # Options that the launcher sets itself.
 _OURS = {
     *("job-name", "dependency", "output", "error", "open-mode", "requeue", "no-requeue", "signal", "parsable", "wrap"),
@@ -52,21 +55,23 @@ Options = dict[OptionName, str]
 
 
 class SlurmProfile(StrictModel):
-    """Options of sbatch and of srun, and lines of the shell before srun, such as `module load cuda`."""
+    """A profile of Slurm."""
 
-    sbatch: Options = Field(default_factory=dict)
-    srun: Options = Field(default_factory=dict)
-    setup: str = ""
+    sbatch: Options = Field(default_factory=dict, description="Long options of sbatch; `true` makes one a switch.")
+    srun: Options = Field(default_factory=dict, description="Long options of srun, such as `container-image` of pyxis.")
+    setup: str = Field("", description="Lines of the shell before srun, such as `module load cuda`.")
 
 
 class RayProfile(StrictModel):
-    """What a job reserves on each node, and variables of its processes, such as NCCL_DEBUG.
+    """A profile of Ray, with resources by Ray's names, such as GPU."""
 
-    `resources`: by Ray's names, such as GPU; by default as many cores as processes, or GPUs too if the recipe asks for `cuda`.
-    """
-
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    env: dict[str, str] = Field(default_factory=dict)
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="What a job reserves on each node; by default a core a process, and a GPU for `device: cuda`.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Variables of the job's processes. They get no others of the run."
+    )
 
     def resources_for(self, job: Job) -> dict[str, float]:
         if self.resources:
@@ -82,24 +87,22 @@ class RayProfile(StrictModel):
 
 
 class LocalSettings(StrictModel):
-    """Jobs on this machine. `concurrent`: how many jobs of this home may use GPUs at once."""
+    """The engine `local`."""
 
-    engine: Literal["local"]
-    concurrent: Count = 1
+    engine: Literal["local"] = Field(description="Jobs on this machine.")
+    concurrent: Count = Field(1, description="How many jobs of this home may use GPUs at once.")
 
 
 class SlurmSettings(StrictModel):
-    """Jobs in the queue of Slurm. `python`: the interpreter on the nodes, if it is elsewhere there.
+    """The engine `slurm`."""
 
-    `before_time_limit`: seconds before the limit in which a job saves a checkpoint and queues itself again. `concurrent`: how
-    many jobs of this home may wait or run at once.
-    """
-
-    engine: Literal["slurm"]
-    concurrent: Count = 1
-    profiles: dict[str, SlurmProfile] = Field(default_factory=dict)
-    python: str | None = None
-    before_time_limit: Count = 120
+    engine: Literal["slurm"] = Field(description="Jobs in the queue of Slurm.")
+    concurrent: Count = Field(1, description=_CONCURRENT)
+    profiles: dict[str, SlurmProfile] = Field(default_factory=dict, description=_PROFILES)
+    python: str | None = Field(None, description=_PYTHON)
+    before_time_limit: Count = Field(
+        120, description="Seconds before the limit in which a job saves a checkpoint and queues itself again."
+    )
 
     def profile(self, name: str | None, path: Path) -> SlurmProfile:
         """Return a profile over `default`. Raises EngineError for an unknown name."""
@@ -110,13 +113,13 @@ class SlurmSettings(StrictModel):
 
 
 class RaySettings(StrictModel):
-    """Jobs in a cluster of Ray. `address`: of its dashboard, such as http://head:8265. `python`: as with Slurm."""
+    """The engine `ray`."""
 
-    engine: Literal["ray"]
-    address: str
-    concurrent: Count = 1
-    profiles: dict[str, RayProfile] = Field(default_factory=dict)
-    python: str | None = None
+    engine: Literal["ray"] = Field(description="Jobs in a cluster of Ray.")
+    address: str = Field(description="Ray's dashboard, which has the Jobs API, such as `http://head:8265`.")
+    concurrent: Count = Field(1, description=_CONCURRENT)
+    profiles: dict[str, RayProfile] = Field(default_factory=dict, description=_PROFILES)
+    python: str | None = Field(None, description=_PYTHON)
 
     def profile(self, name: str | None, path: Path) -> RayProfile:
         """Return a profile over `default`. Raises EngineError for an unknown name."""

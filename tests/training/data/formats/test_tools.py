@@ -333,7 +333,7 @@ def test_convert_unusable_tools_calls_or_reasoning_raises_the_reason(row, reason
 
 
 def test_convert_documented_row_returns_a_pair():
-    text = (ROOT / "docs" / "recipe.md").read_text().partition("## Tools and reasoning")[2]
+    text = (ROOT / "docs" / "reference" / "data-formats.md").read_text().partition("## Tools and reasoning")[2]
     row = json.loads(text.partition("```json")[2].partition("```")[0])
     pair = FORMATS["conversational"].convert(row)
     assert "Lima" in pair.chosen[0]["tool_calls"] and "weather" in pair.tools
