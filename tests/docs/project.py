@@ -23,6 +23,7 @@ _PARTS = ("assets", "mlflow", "training", "workflows", "pedigree.py", "pyproject
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "base", "*_cache")
 _BOXES = re.compile(r"[─-╿]")
 _DEMO = "make demo"
+_PORTS = ("8000", "5001")  # the pages' ports, which may be in use here
 
 
 def copy_project(folder: Path) -> Path:
@@ -38,10 +39,10 @@ def copy_project(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
+def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        return str(listener.getsockname()[1])
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Project:
     folder: Path
     demo: "Project | None" = None
     output: str = ""
-    port: int = field(default_factory=free_port)
+    ports: dict[str, str] = field(default_factory=lambda: {port: free_port() for port in _PORTS})
     servers: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     @property
@@ -102,10 +103,16 @@ class Project:
             subprocess.run(["cp", "--archive", demo.folder / part, self.folder / part], check=True)
         self.output = demo.output
 
+    def with_ports(self, text: str) -> str:
+        """Replace the ports of the pages by free ones."""
+        for port, free in self.ports.items():
+            text = text.replace(f":{port}/", f":{free}/").replace(f"--port {port}", f"--port {free}")
+        return text
+
     def script(self, commands: str) -> list[str]:
         """Return the command line of a shell that goes on from the last one's folder and variables."""
         start = f". {self.state}" if self.state.exists() else f"cd {self.folder}"
-        commands = commands.replace("8000", str(self.port))
+        commands = self.with_ports(commands)
         return ["bash", "-e", "-c", f'{start}\n{commands}\n{{ export -p; echo "cd $PWD"; }} > {self.state}']
 
     def shell(self, fence: Fence, commands: str) -> str:
@@ -125,7 +132,7 @@ class Project:
 
     def serve(self, fence: Fence) -> None:
         """Start the commands in a process group of their own, and wait until they serve the mark's address."""
-        url = fence.argument.replace("8000", str(self.port))
+        url = self.with_ports(fence.argument)
         with open(self.folder.parent / "server.log", "wb") as log:
             self.servers.append(
                 subprocess.Popen(

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from tests.docs.page import PAGES, Fence, fences
 from training.contract.config.recipe import Recipe
@@ -28,8 +29,12 @@ def yaml_fences() -> list[Fence]:
 
 
 @pytest.mark.parametrize("fence", yaml_fences(), ids=lambda fence: fence.place)
-def test_yaml_fence_is_a_recipe_or_an_engine_file(fence: Fence, tmp_path: Path):
+def test_yaml_fence_is_a_recipe_an_engine_file_or_a_train_job(fence: Fence, tmp_path: Path):
     content = yaml.safe_load(fence.text)
+    if "apiVersion" in content:
+        job = TrainerV1alpha1TrainJob.from_dict(content)
+        assert job is not None and job.to_dict() == content, "the API's models drop unknown fields"
+        return
     if "engine" in content:
         (file := tmp_path / "engine.yaml").write_text(fence.text)
         read_engine(file)
