@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.docs.page import Fence
+from tests.docs.fences import Fence
 from tests.docs.project import Project, copy_project
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.docs.page import ROOT, Fence
+from tests.docs.fences import ROOT, Fence
 from training.contract.config.variants import merged
 
 _PARTS = ("assets", "mlflow", "training", "workflows", "pedigree.py", "pyproject.toml", "constraints.txt", "Makefile")

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import PAGES, Fence, fences
+from tests.docs.fences import PAGES, Fence, fences
 from tests.docs.project import Project
 
-RUN = [name for name, page in PAGES.items() if any(f.language in ("bash", "python") and not f.mark for f in fences(page))]
+RUN = [
+    name for name, page in PAGES.items() if any(f.language in ("bash", "python") and not f.mark for f in fences(page))
+]
 
 
 @pytest.mark.system

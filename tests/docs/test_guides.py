@@ -1,21 +1,18 @@
-"""Check the fences of tutorial, quickstart and guides without running them: recipes, engine files, options, marks."""
+"""Check the fences of tutorial, quickstart and guides without running them: recipes, options, marks."""
 
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
-from tests.docs.page import PAGES, Fence, fences
+from tests.docs.fences import PAGES, Fence, fences
 from training.contract.config.recipe import Recipe
 from training.contract.config.training import Training
 from training.contract.config.variants import RecipeDocument, merged
-from training.launch.cluster.engine_file import read_engine
 from workflows.cli.main import main
 
 MINIMAL = {"data": {"sources": [{"path": "x"}]}, "reference": {"model": "y"}, "release": {"model_name": "z"}}
@@ -25,20 +22,14 @@ COMMAND = re.compile(r"(?:^|[|;&$`(] *|/)pedigree +(?!--)([a-z]+)((?: [^`|;&>#\n
 
 
 def yaml_fences() -> list[Fence]:
-    return [fence for fence in FENCES if fence.language == "yaml" and fence.mark != "skip"]
+    """Return the YAML fences with recipes. test_pages.py checks engine files and the manifest for Kubernetes."""
+    others = ("engine:", "apiVersion:")
+    return [f for f in FENCES if f.language == "yaml" and f.mark != "skip" and not f.text.startswith(others)]
 
 
 @pytest.mark.parametrize("fence", yaml_fences(), ids=lambda fence: fence.place)
-def test_yaml_fence_is_a_recipe_an_engine_file_or_a_train_job(fence: Fence, tmp_path: Path):
+def test_yaml_fence_is_a_recipe(fence: Fence):
     content = yaml.safe_load(fence.text)
-    if "apiVersion" in content:
-        job = TrainerV1alpha1TrainJob.from_dict(content)
-        assert job is not None and job.to_dict() == content, "the API's models drop unknown fields"
-        return
-    if "engine" in content:
-        (file := tmp_path / "engine.yaml").write_text(fence.text)
-        read_engine(file)
-        return
     content = content.get("attributes", content)
     RecipeDocument.model_validate(merged(MINIMAL, in_recipe(content)))
 
@@ -77,10 +68,3 @@ def test_few_fences_are_skipped():
 def test_fences_have_known_languages():
     known = {"bash", "python", "text", "yaml", "json", "jinja"}
     assert [fence.place for fence in FENCES if fence.language not in known] == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_table_cells_are_short(name: str):
-    rows = [line for line in PAGES[name].read_text().splitlines() if line.startswith("|")]
-    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row.strip("|"))]
-    assert [cell for cell in cells if len(re.sub(r"\]\([^)]*\)", "]", cell).split()) > 25] == []
