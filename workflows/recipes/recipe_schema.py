@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from assets.inputs.recipe_yaml import TYPE
 from training.contract.config.variants import RecipeDocument
-from workflows.recipes.yaml_file import TYPE
 
 
 def recipe_schema() -> dict[str, Any]:

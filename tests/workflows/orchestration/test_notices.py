@@ -42,8 +42,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_example_of_notices_reports_failures_and_versions(tmp_path: Path, packaged_here, notices: list[str]):
-    example = re.findall(r"```python
-(.*?)```", (ROOT / "docs/guides/schedules.md").read_text(), re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/schedules.md").read_text(), re.DOTALL)[0]
     sensors: dict[str, Any] = {}
     exec(example, sensors)
     folder = tmp_path / "small"
