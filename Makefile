@@ -67,4 +67,4 @@ bench: install
 	$(BIN)/python -m benchmarks.training $(BENCH_DATA)
 
 clean:
-	rm -rf $(VENV) .pedigree
+	rm -rf $(VENV) .pedigree docs/_build
