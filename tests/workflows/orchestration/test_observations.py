@@ -8,9 +8,9 @@ import pytest
 
 from assets.pipeline.graph import GRAPH
 from assets.views.metadata import verbatim
+from tests.workflows.automation_ticks import BELOW_ROWS, OTHER_BETA, Conditions
 from tests.workflows.homes import ATTRIBUTES, latest, write_recipe
 from tests.workflows.orchestration.test_automation import Sensed
-from tests.workflows.ticks import BELOW_ROWS, OTHER_BETA, Conditions
 from workflows.orchestration.observations import CAUSES, STATE, Cursor, observe
 from workflows.state.status import AssetStatus
 
