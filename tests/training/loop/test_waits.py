@@ -40,6 +40,8 @@ from training.model.training_setup import prepare_for_training
 from training.parallel.model_specs import TrainModelSpec
 from training.parallel.strategy import build_params
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 SILENT = EventWriter(None)

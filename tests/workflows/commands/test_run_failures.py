@@ -36,6 +36,8 @@ from workflows.commands.run import materialize
 from workflows.commands.run_report import RunReport
 from workflows.recipes.discovery import load_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def services(tmp_path, packaged_here) -> Services:

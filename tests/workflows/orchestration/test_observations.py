@@ -14,6 +14,8 @@ from tests.workflows.orchestration.test_automation import Sensed
 from workflows.orchestration.observations import CAUSES, STATE, Cursor, observe
 from workflows.state.status import AssetStatus
 
+pytestmark = pytest.mark.slow
+
 TWO_ROWS = "preferences.jsonl differs (1 -> 2 rows read)"
 THREE_ROWS = "preferences.jsonl differs (1 -> 3 rows read)"
 LOOKING = {**ATTRIBUTES, "automation": {"on_change": False}}

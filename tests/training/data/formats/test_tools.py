@@ -423,6 +423,7 @@ def test_quarantine_of_a_key_with_a_lone_surrogate_escapes_it(workshop, tools):
 
 
 @pytest.mark.shared
+@pytest.mark.slow
 def test_pairs_with_tools_have_the_tokens_of_transformers(workshop, shared_data):
     """The template of Qwen 2.5 knows tools. Servers parse arguments in text, so templates get objects."""
     folder = shared_data / "tokenizers" / "qwen2.5"
@@ -607,6 +608,7 @@ def test_pairs_that_the_template_writes_incompletely_are_dropped(workshop, tiny_
 
 
 @pytest.mark.shared
+@pytest.mark.slow
 def test_pairs_with_deeply_nested_tools_are_kept_or_dropped(workshop, shared_data):
     """The recursion limit depends on the depth of the caller, so a row that was read may be too deep for the template."""
     deep = [f'[{{"name": "a", "p": {"[" * depth}{"]" * depth}}}]' for depth in range(100, 1000, 18)]
