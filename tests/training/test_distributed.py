@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import training
-from tests.training.workshop import Workshop
+from tests.training.job_runner import JobRunner
 from training.contract.config.recipe import Compute
 from training.contract.errors import TrainingError
 from training.contract.protocol.job import Job
@@ -32,7 +32,7 @@ def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(ranks: int) -> list[dict[str, Any]]:
-        job: Job = Workshop(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
+        job: Job = JobRunner(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
         job = job.model_copy(update={"compute": Compute(processes_per_node=ranks, device="cpu")})
         run_job(LocalEngine("ranked_program"), job, lambda event: None)
         return [json.loads((job.folder / f"got-{rank}.json").read_text()) for rank in range(ranks)]

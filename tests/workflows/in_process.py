@@ -34,7 +34,7 @@ from workflows.recipes.discovery import load_recipe
 
 
 @dataclass
-class Ended:
+class EndedJob:
     """A job that has ended."""
 
     log: Path
@@ -59,9 +59,9 @@ class InProcess:
     def find(self, job: Job) -> None:
         return None
 
-    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
         job.log.write_text("done in the process that asked for it\n", encoding="utf-8")
-        return Ended(job.log, main.main(job.path))
+        return EndedJob(job.log, main.main(job.path))
 
 
 def services_in(home: Path) -> Services:

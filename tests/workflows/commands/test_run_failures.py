@@ -27,7 +27,7 @@ from model_registry.tracked_run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.factories import write_inputs
 from tests.workflows.homes import check_error, check_values, write_recipe
-from tests.workflows.in_process import Ended, InProcess, services_in
+from tests.workflows.in_process import EndedJob, InProcess, services_in
 from training.contract.errors import RegistryUnavailable
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
@@ -213,7 +213,7 @@ def test_resumed_job_does_not_print_events_of_earlier_attempts(folder, services,
     events: list[dict[str, Any]] = []
 
     class Behind(InProcess):
-        def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+        def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
             with monkeypatch.context() as there:
                 now = time.time
                 there.setattr(time, "time", lambda: now() - 60)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 TWO_ROWS = "preferences.jsonl differs (1 -> 2 rows read)"
 THREE_ROWS = "preferences.jsonl differs (1 -> 3 rows read)"
-LOOKING = {**ATTRIBUTES, "automation": {"on_change": False}}
+WITHOUT_CHANGES = {**ATTRIBUTES, "automation": {"on_change": False}}
 
 
 class Watched(Sensed):
@@ -49,7 +49,7 @@ class Watched(Sensed):
 def watched(request, tmp_path, monkeypatch, small_recipe):
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
     with dg.DagsterInstance.ephemeral() as instance:
-        folder = write_recipe(tmp_path / "small", LOOKING if "status" in request.param else ATTRIBUTES)
+        folder = write_recipe(tmp_path / "small", WITHOUT_CHANGES if "status" in request.param else ATTRIBUTES)
         (folder / "base").symlink_to(small_recipe / "base")
         watched = Watched(folder, instance, request.param)
         watched.write("Why?")

@@ -22,7 +22,7 @@ from assets.inputs.version_repair import restore_files
 from model_registry.files import local_path
 from model_registry.registry import Registry
 from tests.workflows.homes import check_error, check_values, flip, latest, write_recipe
-from tests.workflows.in_process import Baseline, Ended, InProcess
+from tests.workflows.in_process import Baseline, EndedJob, InProcess
 from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
@@ -299,7 +299,7 @@ class Promoting:
     def find(self, job: Job) -> None:
         return None
 
-    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
         if job.artifact == self.artifact:
             client = MlflowClient(self.registry.tracking_uri)
             client.set_registered_model_alias("plain", "champion", str(self.version))
