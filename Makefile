@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
-.PHONY: install demo ui test test-system test-long faults check docs bench clean
+.PHONY: install demo ui test test-fast test-system test-long faults check docs bench clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +28,10 @@ ui: install
 # A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system and not long'
+
+# The tests that start no process and run no job or recipe. tests/conftest.py marks the others slow by their fixtures.
+test-fast: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not slow and not system and not long'
 
 # What this needs beside Python and make is installed if that can be done, else named.
 test-system: install

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.setting import machine, run, table
-from tests.training.workshop import NAMED, Workshop, hashes_of, locations_of
+from tests.training.job_runner import NAMED, JobRunner, hashes_of, locations_of
 from training.contract.config.recipe import Tokenization
 from training.contract.protocol.job import Job
 from training.contract.store.artifact import Artifact
@@ -62,16 +62,16 @@ def _repeated(lines: list[str]) -> Iterator[str]:
             yield json.dumps(row) + "\n"
 
 
-def prepare(workshop: Workshop, tokenizer: Path, rows: Path) -> Cost:
-    """Run both jobs on the file, each in a process of its own, in the workshop's store."""
+def prepare(job_runner: JobRunner, tokenizer: Path, rows: Path) -> Cost:
+    """Run both jobs on the file, each in a process of its own, in one store."""
     settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep", "validation_fraction": 0.1}
     where = locations_of([{"path": str(rows), "format": "auto"}])
-    read, raw = _measured(workshop.job("preferences", "raw_preferences", workshop.source(), settings, where))
+    read, raw = _measured(job_runner.job("preferences", "raw_preferences", job_runner.source(), settings, where))
     rules = Tokenization(max_length=MAX_LENGTH).model_dump(exclude={"tokenizer", "chat_template"})
     spec_where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
-    _, spec = _measured(workshop.job("tokenizer", "tokenization_spec", {}, rules | hashes_of(tokenizer), spec_where))
+    _, spec = _measured(job_runner.job("tokenizer", "tokenization_spec", {}, rules | hashes_of(tokenizer), spec_where))
     inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-    tokenized, _ = _measured(workshop.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
+    tokenized, _ = _measured(job_runner.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
     return Cost(read["cpu_seconds"], tokenized["cpu_seconds"], max(read["peak_mb"], tokenized["peak_mb"]))
 
 
@@ -93,7 +93,7 @@ def against_trl(data: Path, folder: Path) -> bool:
     files = {rows: folder / f"{rows}.jsonl" for rows in (SMALL, LARGE, round(LARGE * (1 + NEW)))}
     for rows, file in files.items():
         write_rows(data, file, rows)
-    stores = {rows: Workshop(folder / str(rows)) for rows in (SMALL, LARGE)}
+    stores = {rows: JobRunner(folder / str(rows)) for rows in (SMALL, LARGE)}
     ours = {rows: prepare(store, tokenizer, files[rows]) for rows, store in stores.items()}
     trl = {
         rows: run("preparation_peer", str(tokenizer), str(files[rows]), str(MAX_LENGTH), threads=1) for rows in stores
@@ -125,7 +125,7 @@ def growth(data: Path, folder: Path, sizes: list[int]) -> bool:
     costs = {}
     for size in sizes:
         write_rows(data, file := folder / f"{size}.jsonl", size)
-        cost = costs[size] = prepare(Workshop(folder / f"growth{size}"), data / "tokenizers" / TOKENIZER, file)
+        cost = costs[size] = prepare(JobRunner(folder / f"growth{size}"), data / "tokenizers" / TOKENIZER, file)
         rows.append([f"{size:,}", f"{cost.reading:.1f}", f"{cost.tokenizing:.1f}", f"{cost.peak_mb:,.0f}"])
     grown = (costs[sizes[-1]].peak_mb - costs[sizes[0]].peak_mb) * 2**20 / (sizes[-1] - sizes[0])
     sys.stdout.write(f"{table(rows)}memory grows by {grown:.0f} bytes a pair (at most {MOST_GROWTH_BYTES})\n")

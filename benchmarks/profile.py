@@ -133,7 +133,7 @@ def main() -> int:
     threads = arguments.threads
     with tempfile.TemporaryDirectory() as folder:
         workload, pairs = prepare(arguments.data, Path(folder))
-        scored = workload.do(reference_job(workload, pairs))
+        scored = workload.run(reference_job(workload, pairs))
         job = policy_job(workload, pairs, scored, arguments.micro_tokens)
         cost = run("measured", str(job.path), threads=threads)
         rows = list(phases(job, cost))

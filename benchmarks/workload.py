@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from tests import factories
-from tests.training.workshop import Workshop
+from tests.training.job_runner import JobRunner
 from training.contract.config.fields import Dtype
 from training.contract.config.recipe import Compute, Reference, Tokenization
 from training.contract.config.training import Training
@@ -47,7 +47,7 @@ DTYPE = Reference(model="any").dtype
 
 
 @dataclass(frozen=True)
-class Workload(Workshop):
+class Workload(JobRunner):
     """The folders of the workload, and how to run its jobs."""
 
     compute: Compute = ON_CPU

@@ -9,6 +9,23 @@ import pytest
 
 from model_registry.package_model import package
 
+# Fixtures that start processes, run recipes or jobs, or evaluate a recipe's automation: tests that use them are slow.
+SLOW_FIXTURES = {
+    "baseline",
+    "checkout",
+    "conditions",
+    "first_run",
+    "forker",
+    "host",
+    "make_job",
+    "materialized",
+    "prepared_homes",
+    "registered",
+    "resident",
+    "sensed",
+    "server",
+}
+JOBS = Path(__file__).parent / "training" / "jobs"  # its tests run jobs that train and score
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -19,6 +36,14 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow tests, before `-m` selects: those of jobs, and those that use a slow fixture."""
+    for item in items:
+        if JOBS in item.path.parents or SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

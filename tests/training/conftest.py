@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.worlds import TinyWorld, build_world
+from tests.training.tiny_inputs import TinyInputs, build_tiny_inputs
 from training.contract.protocol.job import Job
 
 
@@ -22,13 +22,13 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def untouched_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    return build_world(tmp_path_factory.mktemp("world"))
+def session_inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyInputs:
+    return build_tiny_inputs(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
-def tiny_world(untouched_world: TinyWorld, tmp_path: Path) -> TinyWorld:
-    return untouched_world.copied_to(tmp_path)
+def tiny_inputs(session_inputs: TinyInputs, tmp_path: Path) -> TinyInputs:
+    return session_inputs.copied_to(tmp_path)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests import factories
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.config.training import Training
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
@@ -42,7 +42,9 @@ SETTINGS: dict[str, Any] = {
 
 def trajectory(folder: Path, **changes: Any) -> dict[str, Any]:
     """Train in `folder`. Return each series, one number per step, and the fingerprint of the trained weights."""
-    job: Job = build_world(folder).job("policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json"))
+    job: Job = build_tiny_inputs(folder).job(
+        "policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json")
+    )
     made = run(factories.context(job, events=EventWriter(job.events)))
     steps = [cast(dict[str, Any], event) for event in read_events(job.events) if event["event"] == "step"]
     return {name: [step[name] for step in steps] for name in SERIES} | {"policy": made.fingerprint}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import factories
 from tests.training.runs import settings
-from tests.training.worlds import TinyWorld
+from tests.training.tiny_inputs import TinyInputs
 from training.contract.config.recipe import Compute
 from training.contract.config.training import SupervisedTuning
 from training.contract.identity.file_stamps import artifact_stamps, model_stamps
@@ -45,16 +45,16 @@ _READ: dict[JobKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A store with the pairs and the table of a tiny world, and the base model beside it."""
+    """A store with the pairs and the table of tiny inputs, and the base model beside it."""
 
     root: Path
 
     @classmethod
-    def of(cls, world: TinyWorld, root: Path) -> "Place":
-        shutil.copytree(world.model, root / "base")
+    def of(cls, inputs: TinyInputs, root: Path) -> "Place":
+        shutil.copytree(inputs.model, root / "base")
         place = cls(root)
-        place.publish("tokenized_pairs", world.pairs, "a" * 64)
-        place.publish("reference_logprobs", world.reference, "b" * 64)
+        place.publish("tokenized_pairs", inputs.pairs, "a" * 64)
+        place.publish("reference_logprobs", inputs.reference, "b" * 64)
         return place
 
     @property

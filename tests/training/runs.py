@@ -63,25 +63,25 @@ def timeless(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in event.items() if name not in TIMED} for event in events]
 
 
-def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
+def naive_losses(inputs: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
     """Yield the losses of DPO by its paper: one unpadded sequence at a time, with torch's AdamW and clipping.
 
     Only the order of the data is ours. `model` is the reference model; its parameters with gradients are trained.
     """
-    model = model or AutoModelForCausalLM.from_pretrained(world.model)
-    table = load_file(world.reference / "logprobs.safetensors")
+    model = model or AutoModelForCausalLM.from_pretrained(inputs.model)
+    table = load_file(inputs.reference / "logprobs.safetensors")
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim > 1]
     spared = [p for p in trained if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
-    train = world.split("train")
+    train = inputs.split("train")
     per_epoch = math.ceil(len(train) / 8)
     for step in range(steps):
         order = epoch_order(len(train), 0, step // per_epoch)[step % per_epoch * 8 :][:8]
         total = torch.zeros(())
         for i in order:
-            chosen, rejected = (world.plain_logprob(model, train[i], side) for side in SIDES)
+            chosen, rejected = (inputs.plain_logprob(model, train[i], side) for side in SIDES)
             margin = BETA * ((chosen - table["chosen_logprobs"][i]) - (rejected - table["rejected_logprobs"][i]))
             total = total - torch.nn.functional.logsigmoid(margin)
         optimizer.zero_grad()
@@ -118,8 +118,8 @@ def on_two_ranks(place: Path, work: Callable[[Group], Any]) -> list[Any]:
     return [json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-def shift_reference(world: Any, row: int, nats: float) -> None:
+def shift_reference(inputs: Any, row: int, nats: float) -> None:
     """Make one log-prob of the reference table wrong."""
-    table = LogProbTable.read(world.reference, len(world.examples))
+    table = LogProbTable.read(inputs.reference, len(inputs.examples))
     table.logprobs_P2[row, 0] += nats
-    table.write(world.reference)
+    table.write(inputs.reference)

@@ -13,9 +13,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from tests.training.job_runner import JobRunner, locations_of
 from tests.training.runs import settings
-from tests.training.workshop import Workshop, locations_of
-from tests.training.worlds import TinyWorld
+from tests.training.tiny_inputs import TinyInputs
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
@@ -38,8 +38,8 @@ def make_job(tmp_path: Path) -> MakeJob:
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(source)}])
-        workshop = Workshop(tmp_path)
-        return workshop.job("preferences", "raw_preferences", workshop.source(), settings, where)
+        job_runner = JobRunner(tmp_path)
+        return job_runner.job("preferences", "raw_preferences", job_runner.source(), settings, where)
 
     return make
 
@@ -54,9 +54,9 @@ def test_every_job_kind_has_a_module_with_run() -> None:
     assert all(callable(importlib.import_module(module).run) for module in WORK.values())
 
 
-def test_policy_job_does_not_import_data_libraries(tiny_world: TinyWorld) -> None:
+def test_policy_job_does_not_import_data_libraries(tiny_inputs: TinyInputs) -> None:
     """These libraries need 90 MB in every rank."""
-    job = tiny_world.job("policy", settings(max_steps=1))
+    job = tiny_inputs.job("policy", settings(max_steps=1))
     code = "import sys; from pathlib import Path; from training.main import main; print(main(Path(sys.argv[1])), "
     code += "[m for m in ('datasets', 'pandas') if m in sys.modules])"
     command = [sys.executable, "-c", code, str(job.path)]

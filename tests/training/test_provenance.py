@@ -26,10 +26,10 @@ def test_provenance_has_versions_threads_and_device():
     assert record.device == device_name(torch.device("cpu")) != ""
 
 
-def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
+def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_inputs):
     """The details of manifest and key have them. The fingerprint is made of the weights alone."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
-    job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
+    job: Job = tiny_inputs.job("policy", settings, checkpoint_every=1)
     main.make(job, ALONE)
     details = Store(job.store).find(POLICY, job.derivation.key).details
     assert details.provenance == provenance(ALONE)
@@ -39,10 +39,10 @@ def test_published_policy_has_provenance_and_seconds_in_its_details(tiny_world):
     assert details.peaks_mb["saving"] >= details.peaks_mb["proof"] > 0
 
 
-def test_resumed_run_adds_its_seconds(tiny_world):
+def test_resumed_run_adds_its_seconds(tiny_inputs):
     """The second attempt resumes after the last step: it loads the model again, and trains no step."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
-    job: Job = tiny_world.job("policy", settings, checkpoint_every=2)
+    job: Job = tiny_inputs.job("policy", settings, checkpoint_every=2)
     policy.run(factories.context(job, events=EventWriter(job.events)))
     before = json.loads(next(job.checkpoints.rglob("step-00000002/manifest.json")).read_text())["details"]["seconds"]
     again = policy.run(factories.context(job, events=EventWriter(job.events, keep=True))).details.seconds

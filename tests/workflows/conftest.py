@@ -12,9 +12,10 @@ import pytest
 from filelock import FileLock
 
 from assets.pipeline.graph import GRAPH
+from tests.workflows.automation_ticks import Conditions
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Checkout, Home, check_out, write_recipe
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.question_pairs import make_model, pairs, write_data
-from tests.workflows.ticks import Conditions
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,11 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
     own = tmp_path_factory.getbasetemp()
     (folder := (own if worker_id == "master" else own.parent) / "common").mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def prepared_homes(common_folder: Path) -> PreparedHomes:
+    return PreparedHomes(common_folder / "prepared")
 
 
 @pytest.fixture(scope="session")

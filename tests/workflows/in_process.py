@@ -34,7 +34,7 @@ from workflows.recipes.discovery import load_recipe
 
 
 @dataclass
-class Ended:
+class EndedJob:
     """A job that has ended."""
 
     log: Path
@@ -59,22 +59,24 @@ class InProcess:
     def find(self, job: Job) -> None:
         return None
 
-    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
         job.log.write_text("done in the process that asked for it\n", encoding="utf-8")
-        return Ended(job.log, main.main(job.path))
+        return EndedJob(job.log, main.main(job.path))
 
 
 def services_in(home: Path) -> Services:
     home.mkdir(parents=True, exist_ok=True)
-    if not (database := home / "mlflow.db").exists():
+    database = home / "mlflow" / "mlflow.db"
+    if not database.exists():
+        database.parent.mkdir(exist_ok=True)
         database.write_bytes(_empty_database())
     address = f"sqlite:///{database}"
     return Services(
         home=home,
         store=Store(home / "store"),
         engine=InProcess(),
-        tracker=Tracker(address, home / "artifacts"),
-        registry=Registry(address, home / "downloads"),
+        tracker=Tracker(address, home / "mlflow" / "artifacts"),
+        registry=Registry(address, home / "mlflow" / "downloads"),
     )
 
 
@@ -102,8 +104,13 @@ class Baseline:
         report = materialize(loaded, self.services, self.instance)
         assert report.succeeded and len(report.assets) == len(GRAPH), report
         self.fingerprints[name] = {asset.asset: asset.fingerprint for asset in report.assets}
+        self.keep_records(name)
+
+    def keep_records(self, name: str) -> None:
+        """Keep the latest materializations of the recipe for `restore`."""
+        pipeline = load_recipe(self.folders[name]).pipeline
         for asset in GRAPH:
-            event = self.instance.get_latest_materialization_event(loaded.pipeline.key(asset))
+            event = self.instance.get_latest_materialization_event(pipeline.key(asset))
             assert event is not None and event.asset_materialization is not None
             self.records.setdefault(name, []).append(event.asset_materialization)
 

@@ -12,7 +12,7 @@ from assets.execution.materialize import JobSpec, find_intact, make
 from assets.execution.rescore import rescore
 from assets.pipeline.pipeline import Pipeline, Services
 from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
-from tests.workflows.in_process import Ended, services_in
+from tests.workflows.in_process import EndedJob, services_in
 from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.protocol.artifacts import KINDS, MERGED_POLICY
@@ -40,7 +40,7 @@ class RecordingEngine:
     def find(self, job: Job) -> None:
         return None
 
-    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
         store = Store(job.store)
         if (
             lock is not None
@@ -54,7 +54,7 @@ class RecordingEngine:
             with store.staging() as staging:
                 write_json(staging / "rescored.json", content)
                 store.publish(staging, job.derivation, JobResult("f" * 64, RescoredDetails(tolerance=0.5)))
-        return Ended(job.log, 0)
+        return EndedJob(job.log, 0)
 
 
 @pytest.fixture

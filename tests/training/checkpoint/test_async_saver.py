@@ -66,9 +66,9 @@ def test_save_syncs_before_and_after_each_rename(tmp_path: Path):
     assert called == pieces_and_folder_then_seal + manifest_then_its_name + ["rename", "fsync"]
 
 
-def test_trainer_with_slow_save_still_saves_the_last_step(tiny_world: Any, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_with_slow_save_still_saves_the_last_step(tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch):
     """The save of step 2 ends after the event of step 6, the last one. So the save of step 4 is postponed."""
-    job = tiny_world.job("policy", settings(max_steps=6), checkpoint_every=2, keep_checkpoints=9)
+    job = tiny_inputs.job("policy", settings(max_steps=6), checkpoint_every=2, keep_checkpoints=9)
 
     def slow(file: Path) -> None:
         while len(losses(job)) < 6:

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.training import workshop as general
+from tests.training import job_runner as general
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.files.local_files import DataFile
 from training.contract.protocol.job import Job, JobKind
@@ -41,16 +41,16 @@ class Done:
         return Pairs.open(self.folder)
 
 
-class Workshop:
+class JobRunner:
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
 
     def _run(self, kind: JobKind, artifact: str, settings: dict[str, Any], **options: dict[str, Any]) -> Done:
         self.count += 1
-        workshop = general.Workshop(self.folder / str(self.count))
-        inputs = workshop.source(options["counted"]) if kind == "preferences" else options.get("inputs", {})
-        job = workshop.job(kind, artifact, inputs, settings, options.get("locations"))
-        return Done(workshop.do(job), job)
+        job_runner = general.JobRunner(self.folder / str(self.count))
+        inputs = job_runner.source(options["counted"]) if kind == "preferences" else options.get("inputs", {})
+        job = job_runner.job(kind, artifact, inputs, settings, options.get("locations"))
+        return Done(job_runner.run(job), job)
 
     def preferences(
         self,
@@ -112,8 +112,8 @@ class Workshop:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return Workshop(tmp_path)
+def job_runner(tmp_path: Path) -> JobRunner:
+    return JobRunner(tmp_path)
 
 
 @pytest.fixture(scope="session")

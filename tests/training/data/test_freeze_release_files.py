@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.workshop import NAMED, Workshop, hashes_of
+from tests.training.job_runner import NAMED, JobRunner, hashes_of
 from training.contract.errors import TemplateError
 
 pytestmark = pytest.mark.shared
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.shared
 def collect(tmp_path, tiny_chat):
     """Run the job for tiny-chat's tokenizer and a base model with these fields in its config.json."""
 
-    workshop = Workshop(tmp_path)
+    job_runner = JobRunner(tmp_path)
 
     def collected(model_type="llama", eos_token_ids=(2,), **settings):
         base = {"base_generation": {"eos_token_id": 2, "pad_token_id": 0}, "eos_token_ids": list(eos_token_ids)}
         base |= {"processors": {}, "base_config": {"model_type": model_type}, "template_kwargs": {}}
         locations = {"tokenizer": str(tiny_chat), "chat_template": None, "named": NAMED, "base": str(tiny_chat)}
         settings = {**hashes_of(tiny_chat), **base, **settings}
-        return workshop.do(workshop.job("release_files", "release_spec", {}, settings, locations))
+        return job_runner.run(job_runner.job("release_files", "release_spec", {}, settings, locations))
 
     return collected
 

@@ -43,9 +43,9 @@ CLEANED = {
 
 @pytest.mark.shared
 @pytest.mark.parametrize("file", PUBLISHED)
-def test_preferences_of_published_files_have_the_known_counts(workshop, shared_data, file):
+def test_preferences_of_published_files_have_the_known_counts(job_runner, shared_data, file):
     format, rows, pairs = PUBLISHED[file]
-    done = workshop.preferences({"path": str(shared_data / file)})
+    done = job_runner.preferences({"path": str(shared_data / file)})
     counts = done.details.counts
     assert (counts["rows_read"], counts["pairs"], counts["quarantined"]) == (rows, pairs, rows - pairs)
     assert list(done.details.formats.values()) == [format]
@@ -54,9 +54,9 @@ def test_preferences_of_published_files_have_the_known_counts(workshop, shared_d
 
 
 @pytest.mark.shared
-def test_preferences_of_published_files_equal_an_independent_cleaning(workshop, shared_data):
+def test_preferences_of_published_files_equal_an_independent_cleaning(job_runner, shared_data):
     """Other code made `preferences-real.jsonl` from these files. It dropped more rows and stripped blanks."""
-    done = workshop.preferences({"path": str(shared_data / "preferences")})
+    done = job_runner.preferences({"path": str(shared_data / "preferences")})
     read = {(row["source"], row["line"] - 1): row for row in done.table("preferences.parquet")}
     rows = map(json.loads, (shared_data / "preferences-real.jsonl").open("rb"))
     origins = map(json.loads, (shared_data / "preferences-real.meta.jsonl").open("rb"))
@@ -72,9 +72,9 @@ def test_preferences_of_published_files_equal_an_independent_cleaning(workshop, 
     assert (compared, stripped) == (2281 + 1092 + 751 + 280 + 264, 3)
 
 
-def test_preferences_with_bad_rows_quarantine_each_with_its_reason(workshop):
+def test_preferences_with_bad_rows_quarantine_each_with_its_reason(job_runner):
     bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
-    done = workshop.rows([GOOD, *bad])
+    done = job_runner.rows([GOOD, *bad])
     counts = {"rows_read": 5, "pairs": 1, "quarantined": 4, "left_out": 0, "train": 1, "validation": 0}
     assert done.details.counts == counts | {"duplicates": 0, "conflicting": 0}
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
@@ -96,7 +96,7 @@ def _notes(done) -> str:
     return "\n".join(json.loads(line).get("text", "") for line in done.events.read_text().splitlines())
 
 
-def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_request(workshop, tmp_path):
+def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_request(job_runner, tmp_path):
     """In any format and file. Pairs that differ in prompt, response or template arguments are not duplicates."""
     turns = {"prompt": [{"role": "user", "content": "Why?"}]}
     turns |= {side: [{"role": "assistant", "content": GOOD[side]}] for side in ("chosen", "rejected")}
@@ -107,7 +107,7 @@ def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_reque
         (tmp_path / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
     (tmp_path / "c.jsonl").write_text(json.dumps(turns) + "\n")
     sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "abc"]
-    kept, dropped = (workshop.preferences(*sources, duplicates=rule) for rule in ("keep", "drop"))
+    kept, dropped = (job_runner.preferences(*sources, duplicates=rule) for rule in ("keep", "drop"))
     counts = {"rows_read": 11, "quarantined": 1, "left_out": 0, "duplicates": 5, "conflicting": 1}
     for done, pairs in ((kept, 10), (dropped, 5)):
         assert done.details.counts.items() >= (counts | {"pairs": pairs}).items()
@@ -126,21 +126,21 @@ def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_reque
     assert "they were kept, `data.duplicates: drop`" in _notes(kept) and "they were dropped" in _notes(dropped)
 
 
-def test_fingerprint_with_dropped_duplicates_ignores_repeated_rows(workshop):
+def test_fingerprint_with_dropped_duplicates_ignores_repeated_rows(job_runner):
     """So an export that repeats earlier rows is not new data."""
     other = {**GOOD, "prompt": "Who?"}
     exports = [[GOOD, other], [GOOD, other, other, GOOD]]
-    plain, repeated = (workshop.preferences(workshop.source(rows)) for rows in exports)
-    once, again = (workshop.preferences(workshop.source(rows), duplicates="drop") for rows in exports)
+    plain, repeated = (job_runner.preferences(job_runner.source(rows)) for rows in exports)
+    once, again = (job_runner.preferences(job_runner.source(rows), duplicates="drop") for rows in exports)
     assert plain.made.fingerprint == once.made.fingerprint == again.made.fingerprint != repeated.made.fingerprint
 
 
-def test_preferences_drop_duplicates_outside_the_held_out_source(workshop):
+def test_preferences_drop_duplicates_outside_the_held_out_source(job_runner):
     """Held-out sources are read first. A held-out source of duplicates only does not count as empty."""
-    train = workshop.source([GOOD, {**GOOD, "prompt": "Who?"}])
-    workshop.count += 1
-    held_out = {**workshop.source([GOOD]), "held_out": True}
-    done = workshop.preferences(train, held_out, held_out, fraction=0.0, duplicates="drop")
+    train = job_runner.source([GOOD, {**GOOD, "prompt": "Who?"}])
+    job_runner.count += 1
+    held_out = {**job_runner.source([GOOD]), "held_out": True}
+    done = job_runner.preferences(train, held_out, held_out, fraction=0.0, duplicates="drop")
     assert [(row["line"], row["split"]) for row in done.table("preferences.parquet")] == [
         (1, "validation"),
         (2, "train"),
@@ -148,31 +148,31 @@ def test_preferences_drop_duplicates_outside_the_held_out_source(workshop):
     assert done.details.counts.duplicates == 2
 
 
-def test_preferences_with_a_format_do_not_detect_it(workshop):
-    done = workshop.rows(
+def test_preferences_with_a_format_do_not_detect_it(job_runner):
+    done = job_runner.rows(
         [GOOD, {"chosen": "\n\nHuman: A\n\nAssistant: a", "rejected": "\n\nHuman: A\n\nAssistant: b"}], "hh"
     )
     assert done.details.formats == {"rows0.jsonl": "hh"}
     assert done.details.reasons == {"not a transcript": 1}
 
 
-def test_preferences_detect_the_format_of_most_rows(workshop):
-    done = workshop.rows([{"instruction": "A", "chosen": "a", "rejected": "b"}, GOOD, GOOD])
+def test_preferences_detect_the_format_of_most_rows(job_runner):
+    done = job_runner.rows([{"instruction": "A", "chosen": "a", "rejected": "b"}, GOOD, GOOD])
     assert done.details.formats == {"rows0.jsonl": "strings"}
     assert done.details.reasons == {"missing field": 1}
 
 
-def test_fingerprint_covers_pairs_and_quarantine_but_not_formats(workshop):
+def test_fingerprint_covers_pairs_and_quarantine_but_not_formats(job_runner):
     conversation = {
         "prompt": [{"role": "user", "content": "Why?"}], "rejected": [{"role": "assistant", "content": "No idea."}],
         "chosen": [{"role": "assistant", "content": "Because."}],
     }  # fmt: skip
-    same = [workshop.rows([GOOD]), workshop.rows([conversation])]
+    same = [job_runner.rows([GOOD]), job_runner.rows([conversation])]
     assert len({done.made.fingerprint for done in same}) == 1
-    assert workshop.rows([GOOD, "{"]).made.fingerprint not in {done.made.fingerprint for done in same}
+    assert job_runner.rows([GOOD, "{"]).made.fingerprint not in {done.made.fingerprint for done in same}
     others = [
-        workshop.rows([GOOD, {**GOOD, "prompt": "Who?"}]), workshop.rows([{**GOOD, "prompt": "Who?"}, GOOD]),
-        workshop.rows([{**GOOD, "chosen": "So."}]), workshop.rows([GOOD], fraction=0.9999),
+        job_runner.rows([GOOD, {**GOOD, "prompt": "Who?"}]), job_runner.rows([{**GOOD, "prompt": "Who?"}, GOOD]),
+        job_runner.rows([{**GOOD, "chosen": "So."}]), job_runner.rows([GOOD], fraction=0.9999),
     ]  # fmt: skip
     assert len({done.made.fingerprint for done in [same[0], *others]}) == 5
 
@@ -185,9 +185,9 @@ def test_fingerprint_covers_pairs_and_quarantine_but_not_formats(workshop):
         (["{", "]"], r"rows0\.jsonl: .*line 1: bad JSON: .*\[no-readable-row\]"),
     ],
 )
-def test_preferences_without_a_pair_raise(workshop, rows, error):
+def test_preferences_without_a_pair_raise(job_runner, rows, error):
     with pytest.raises(DataError, match=error):
-        workshop.rows(rows)
+        job_runner.rows(rows)
 
 
 def test_split_of_compares_the_sha256_with_the_fraction():
@@ -211,20 +211,20 @@ def test_split_of_a_larger_fraction_keeps_validation_prompts(prompts, one, other
         assert split_of(digest, small) == "train" or split_of(digest, large) == "validation"
 
 
-def test_splits_follow_the_prompt_and_stay_when_data_grows(workshop):
+def test_splits_follow_the_prompt_and_stay_when_data_grows(job_runner):
     rows = [{**GOOD, "prompt": f"Q{n // 2}", "chosen": f"A{n}"} for n in range(400)]
     first = {
         row["chosen"][0]["content"]: row["split"]
-        for row in workshop.rows(rows[:100], fraction=0.3).table("preferences.parquet")
+        for row in job_runner.rows(rows[:100], fraction=0.3).table("preferences.parquet")
     }
-    grown = workshop.rows(rows[::-1], fraction=0.3)
+    grown = job_runner.rows(rows[::-1], fraction=0.3)
     later = {row["chosen"][0]["content"]: row["split"] for row in grown.table("preferences.parquet")}
     assert first.items() <= later.items()
     assert all(later[f"A{n}"] == later[f"A{n + 1}"] for n in range(0, 400, 2))
     assert 0.2 < grown.details.counts.validation / 400 < 0.4
 
 
-def test_prompts_of_a_held_out_source_are_validation_in_all_sources(workshop, tmp_path):
+def test_prompts_of_a_held_out_source_are_validation_in_all_sources(job_runner, tmp_path):
     """Three of the eight train questions Q0 to Q7 are also in the test set, which is last in the recipe."""
 
     def source(name: str, questions: range, **settings: bool) -> dict[str, object]:
@@ -233,24 +233,24 @@ def test_prompts_of_a_held_out_source_are_validation_in_all_sources(workshop, tm
         return {"path": str(tmp_path / f"{name}.jsonl"), **settings}
 
     train, test = source("train", range(8)), source("test", range(5, 10), held_out=True)
-    done = workshop.preferences(train, test, fraction=0.0)
+    done = job_runner.preferences(train, test, fraction=0.0)
     splits = {row["chosen"][0]["content"]: row["split"] for row in done.table("preferences.parquet")}
     assert {name for name, split in splits.items() if split == "train"} == {f"train {n}" for n in range(5)}
     assert len(splits) == 13 and done.details.counts.validation == 8
-    both = workshop.preferences(train, test, fraction=0.5).table("preferences.parquet")
-    alone = workshop.preferences(train, fraction=0.5).table("preferences.parquet")
+    both = job_runner.preferences(train, test, fraction=0.5).table("preferences.parquet")
+    alone = job_runner.preferences(train, fraction=0.5).table("preferences.parquet")
     by_hash = {row["chosen"][0]["content"] for row in alone if row["split"] == "validation"}
     held_out = {row["chosen"][0]["content"] for row in both if row["split"] == "validation"}
     assert held_out == by_hash | {name for name, split in splits.items() if split == "validation"}
     assert by_hash - {f"train {n}" for n in (5, 6, 7)}
 
 
-def test_preferences_with_a_held_out_source_without_pairs_raise(workshop, tmp_path):
+def test_preferences_with_a_held_out_source_without_pairs_raise(job_runner, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "test.jsonl").write_text("{}\n")
     train, test = ({"path": str(tmp_path / name), "format": "strings"} for name in ("train.jsonl", "test.jsonl"))
     with pytest.raises(DataError, match=r"`data\.sources\.1` \(test\.jsonl .*\[held-out-without-pairs\]"):
-        workshop.preferences(train, {**test, "held_out": True})
+        job_runner.preferences(train, {**test, "held_out": True})
 
 
 def test_is_sampled_compares_the_second_half_of_the_sha256_with_the_fraction():
@@ -262,7 +262,7 @@ def test_is_sampled_compares_the_second_half_of_the_sha256_with_the_fraction():
     assert not is_sampled(value_digest(prompt), number - 1e-9)
 
 
-def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(workshop, tmp_path):
+def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(job_runner, tmp_path):
     """The 400 rows have 200 prompts. Rows outside the fraction are counted, and the other source is used completely."""
     rows = [{**GOOD, "prompt": f"Q{n // 2}", "chosen": f"A{n}"} for n in range(400)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({**GOOD, "prompt": f"Q{n}"}) + "\n" for n in range(20)))
@@ -270,7 +270,7 @@ def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(workshop
     def drawn(lines: list[dict[str, str]], fraction: float) -> dict[str, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*lines, {}]))
         sampled = {"path": str(tmp_path / "rows.jsonl"), "format": "strings", "fraction": fraction}
-        done = workshop.preferences(sampled, {"path": str(tmp_path / "own.jsonl")}, fraction=0.3)
+        done = job_runner.preferences(sampled, {"path": str(tmp_path / "own.jsonl")}, fraction=0.3)
         table, counts = done.table("preferences.parquet"), done.details.counts
         kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
         assert counts["pairs"] == len(table) == len(kept) + 20
@@ -288,29 +288,29 @@ def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(workshop
     assert 0.2 < sum(split == "validation" for split in third.values()) / len(third) < 0.4, "independent of the split"
 
 
-def test_fraction_of_a_held_out_source_holds_out_only_its_sample(workshop, tmp_path):
+def test_fraction_of_a_held_out_source_holds_out_only_its_sample(job_runner, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**GOOD, "prompt": f"Q{n}"}) + "\n" for n in range(100)))
     same = {"path": str(tmp_path / "rows.jsonl")}
-    done = workshop.preferences(same, {**same, "held_out": True, "fraction": 0.2}, fraction=0.0)
+    done = job_runner.preferences(same, {**same, "held_out": True, "fraction": 0.2}, fraction=0.0)
     rows = done.table("preferences.parquet")
     tested = {row["prompt"][0]["content"] for row in rows if row["source"].startswith("2:")}
     assert 10 < len(tested) < 30
     assert {row["prompt"][0]["content"] for row in rows if row["split"] == "validation"} == tested
     with pytest.raises(DataError, match=r"`fraction` of 1e-06.*\[held-out-without-pairs\]"):
-        workshop.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
+        job_runner.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
     with pytest.raises(DataError, match=r"rows\.jsonl \(100 x left out by `fraction`\) \[no-pairs\]"):
-        workshop.preferences({**same, "fraction": 1e-6})
+        job_runner.preferences({**same, "fraction": 1e-6})
 
 
 @pytest.mark.parametrize(("suffix", "empty"), [("jsonl", ""), ("json", "[]"), ("csv", "prompt,chosen,rejected\n")])
-def test_preferences_with_an_empty_source_raise_but_note_an_empty_file(workshop, tmp_path, suffix, empty):
+def test_preferences_with_an_empty_source_raise_but_note_an_empty_file(job_runner, tmp_path, suffix, empty):
     """After a failed export, training would silently use the other sources only."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / f"export.{suffix}").write_text(empty)
     sources = [{"path": str(tmp_path / name)} for name in ("rows.jsonl", f"export.{suffix}")]
     with pytest.raises(DataError, match=rf"`data\.sources\.1` \(export\.{suffix} .*\[empty-source\]"):
-        workshop.preferences(*sources)
-    done = workshop.preferences({"path": str(tmp_path / "*.*")})
+        job_runner.preferences(*sources)
+    done = job_runner.preferences({"path": str(tmp_path / "*.*")})
     [note] = [event["text"] for event in read_events(done.events) if event["event"] == "note"]
     assert done.details.counts.pairs == 1 and f"export.{suffix}" in note
 
@@ -332,13 +332,13 @@ RENAMED = [
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize(("row", "columns"), RENAMED)
-def test_preferences_with_columns_read_fields_from_them(workshop, tmp_path, row, columns, suffix):
+def test_preferences_with_columns_read_fields_from_them(job_runner, tmp_path, row, columns, suffix):
     """Only one of two sources has `columns`. A quarantined row keeps its original columns."""
     rows = Dataset.from_list([row, {name: "" if isinstance(value, str) else value for name, value in row.items()}])
     getattr(rows, {"jsonl": "to_json", "parquet": "to_parquet"}[suffix])(tmp_path / f"rows.{suffix}")
     (tmp_path / "own.jsonl").write_text(json.dumps({**GOOD, "prompt": "Who?"}) + "\n")
     renamed = {"path": str(tmp_path / f"rows.{suffix}"), "columns": columns}
-    done = workshop.preferences({"path": str(tmp_path / "own.jsonl")}, renamed)
+    done = job_runner.preferences({"path": str(tmp_path / "own.jsonl")}, renamed)
     pairs = done.table("preferences.parquet")
     assert [pair["prompt"][0]["content"] for pair in pairs] == ["Who?", "Why?"]
     sides = [[turn["content"] for turn in pairs[1][side]] for side in ("prompt", "chosen", "rejected")]
@@ -347,11 +347,11 @@ def test_preferences_with_columns_read_fields_from_them(workshop, tmp_path, row,
     assert json.loads(quarantined["text"]).keys() == row.keys()
 
 
-def test_preferences_with_columns_accept_a_late_column_but_not_a_missing_one(workshop, tmp_path):
+def test_preferences_with_columns_accept_a_late_column_but_not_a_missing_one(job_runner, tmp_path):
     rows = [*({**GOOD, "prompt": f"Q{n}"} for n in range(40)), {**GOOD, "persona": "You are a teacher."}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"path": str(tmp_path / "rows.jsonl")}
-    last = workshop.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
+    last = job_runner.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
     assert [turn["role"] for turn in last["prompt"]] == ["system", "user"]
     missing = r"`data\.sources\.1\.columns` .*`{}` .*'{}'.*{}.* 'prompt', 'chosen', 'rejected' \[unknown-column\]"
     first, every = r"first rows of .*rows\.jsonl", "source's rows"
@@ -359,10 +359,10 @@ def test_preferences_with_columns_accept_a_late_column_but_not_a_missing_one(wor
         ("system", "personna", "auto", every), ("prompt", "q", "auto", first), ("prompt", "q", "strings", every),
     ):  # fmt: skip
         with pytest.raises(DataError, match=missing.format(field, column, rows_read)):
-            workshop.preferences(source, {**source, "columns": {field: column}, "format": format})
+            job_runner.preferences(source, {**source, "columns": {field: column}, "format": format})
     (tmp_path / "none.jsonl").write_text("{\n")
     unread = {"path": str(tmp_path / "none.jsonl"), "columns": {"prompt": "q"}, "format": "strings"}
-    assert workshop.preferences(source, unread).details.reasons == {"bad JSON": 1}
+    assert job_runner.preferences(source, unread).details.reasons == {"bad JSON": 1}
 
 
 @pytest.mark.parametrize(
@@ -375,28 +375,28 @@ def test_preferences_with_columns_accept_a_late_column_but_not_a_missing_one(wor
          {"response_1": "x", "response_2": "y", "label": "best"}, "label, prompt, response_0, response_1"),
     ],
 )  # fmt: skip
-def test_preferences_with_columns_that_the_format_does_not_read_raise(workshop, row, columns, read):
+def test_preferences_with_columns_that_the_format_does_not_read_raise(job_runner, row, columns, read):
     """The format reads another field first, so training would not use the recipe's column."""
     with pytest.raises(DataError, match=rf"'\w+'.*{read}: .*\[unread-column\]"):
-        workshop.preferences({**workshop.source([row]), "columns": columns})
+        job_runner.preferences({**job_runner.source([row]), "columns": columns})
 
 
 def _labelled(labels):
     return [{"prompt": f"Q{n}", "response_a": "a", "response_b": "b", "label": label} for n, label in enumerate(labels)]
 
 
-def test_preferences_with_labels_from_0_raise_if_responses_count_from_1(workshop):
+def test_preferences_with_labels_from_0_raise_if_responses_count_from_1(job_runner):
     with pytest.raises(DataError, match=r"`columns: \{response_0: .*\[labels-from-0\]"):
-        workshop.rows(_labelled([0, 1, 1, "0"] * 4))
+        job_runner.rows(_labelled([0, 1, 1, "0"] * 4))
     with pytest.raises(DataError, match=r"\[labels-from-0\]"):
-        workshop.rows(_labelled([0.0, 1.0] * 8), "comparison")
+        job_runner.rows(_labelled([0.0, 1.0] * 8), "comparison")
     named = {"response_0": "response_a", "response_1": "response_b"}
-    done = workshop.preferences({**workshop.source(_labelled([0, 1, 1, 0] * 4)), "columns": named})
+    done = job_runner.preferences({**job_runner.source(_labelled([0, 1, 1, 0] * 4)), "columns": named})
     assert [row["chosen"][0]["content"] for row in done.table("preferences.parquet")] == ["a", "b", "b", "a"] * 4
     signed = [{"preference_strength": row.pop("label"), **row} for row in _labelled([-1, 0, 1] * 6)]
-    assert workshop.rows(signed).details.counts.pairs == 12
+    assert job_runner.rows(signed).details.counts.pairs == 12
     for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8, ["a"] * 16 + [0, 1]):
-        assert workshop.rows(_labelled(labels)).details.counts.pairs == sum(label in (1, 2, "a") for label in labels)
+        assert job_runner.rows(_labelled(labels)).details.counts.pairs == sum(label in (1, 2, "a") for label in labels)
 
 
 @pytest.mark.parametrize(
@@ -407,21 +407,21 @@ def test_preferences_with_labels_from_0_raise_if_responses_count_from_1(workshop
         ("prompt", '["Why?"]'),
     ],
 )
-def test_preferences_with_lists_as_text_raise_unless_the_format_is_set(workshop, side, text):
+def test_preferences_with_lists_as_text_raise_unless_the_format_is_set(job_runner, side, text):
     with pytest.raises(DataError, match=rf"rows\d\.jsonl: `{side}` .*\[list-as-text\]"):
-        workshop.rows([{**GOOD, side: text}] * 3)
-    assert workshop.rows([{**GOOD, side: text}, GOOD]).details.counts.pairs == 2, "a response may be JSON"
-    assert workshop.rows([{**GOOD, side: text}] * 3, "strings").details.counts.pairs == 3, "all may be JSON"
+        job_runner.rows([{**GOOD, side: text}] * 3)
+    assert job_runner.rows([{**GOOD, side: text}, GOOD]).details.counts.pairs == 2, "a response may be JSON"
+    assert job_runner.rows([{**GOOD, side: text}] * 3, "strings").details.counts.pairs == 3, "all may be JSON"
     others = [{**GOOD, "models": text}, {**GOOD, side: '["a"] is a list.'}]
-    assert all(workshop.rows([row] * 3).details.counts.pairs == 3 for row in others)
+    assert all(job_runner.rows([row] * 3).details.counts.pairs == 3 for row in others)
 
 
-def test_pairs_have_the_source_name_and_the_fingerprint_covers_it(workshop, tmp_path):
+def test_pairs_have_the_source_name_and_the_fingerprint_covers_it(job_runner, tmp_path):
     for file in ("a", "b"):
         (tmp_path / f"{file}.jsonl").write_text(json.dumps({**GOOD, "prompt": file}) + "\n")
     a, b = ({"path": str(tmp_path / f"{file}.jsonl")} for file in ("a", "b"))
     runs = [
-        workshop.preferences({**a, "name": one}, {**b, "name": other})
+        job_runner.preferences({**a, "name": one}, {**b, "name": other})
         for one, other in (("x", "y"), ("y", "x"), ("x", "x"), (None, "x"), (None, None))
     ]
     names = [[row.get("source_name") for row in done.table("preferences.parquet")] for done in runs]
@@ -430,32 +430,32 @@ def test_pairs_have_the_source_name_and_the_fingerprint_covers_it(workshop, tmp_
     (tmp_path / "both").mkdir()
     for file in ("a", "b"):
         (tmp_path / f"{file}.jsonl").rename(tmp_path / "both" / f"{file}.jsonl")
-    folder = workshop.preferences({"path": str(tmp_path / "both"), "name": "x"})
+    folder = job_runner.preferences({"path": str(tmp_path / "both"), "name": "x"})
     assert folder.made.fingerprint == runs[2].made.fingerprint, "the number of sources does not matter"
 
 
-def test_preferences_of_files_with_one_name_number_them(workshop, tmp_path):
+def test_preferences_of_files_with_one_name_number_them(job_runner, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rows.jsonl").write_text(json.dumps({**GOOD, "prompt": folder}) + "\n{}\n")
-    done = workshop.preferences(*({"path": str(tmp_path / folder / "rows.jsonl")} for folder in ("a", "b")))
+    done = job_runner.preferences(*({"path": str(tmp_path / folder / "rows.jsonl")} for folder in ("a", "b")))
     assert [row["source"] for row in done.table("preferences.parquet")] == ["1:rows.jsonl", "2:rows.jsonl"]
     assert done.details.formats == {"1:rows.jsonl": "strings", "2:rows.jsonl": "strings"}
     assert done.details.reasons == {"missing field": 2}
 
 
-def test_preferences_of_listed_files_raise_for_changes_and_ignore_new_files(workshop, tmp_path):
+def test_preferences_of_listed_files_raise_for_changes_and_ignore_new_files(job_runner, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     (folder / "a.jsonl").write_text(json.dumps(GOOD) + "\n")
     listed = [file.model_copy(update={"sha256": hash_file(file.path)}) for file in data_files(str(folder))]
     (folder / "b.ndjson").write_text(json.dumps({**GOOD, "prompt": "Who?"}) + "\n")
     source = {"path": str(folder)}
-    assert workshop.preferences(source).details.counts.pairs == 2
-    assert workshop.preferences(source, listed=[listed]).details.formats == {"a.jsonl": "strings"}
+    assert job_runner.preferences(source).details.counts.pairs == 2
+    assert job_runner.preferences(source, listed=[listed]).details.formats == {"a.jsonl": "strings"}
     (folder / "a.jsonl").write_text(json.dumps({**GOOD, "chosen": "So."}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl .*[0-9a-f]{12} .* [0-9a-f]{12}.*\[file-changed\]"):
-        workshop.preferences(source, listed=[listed])
+        job_runner.preferences(source, listed=[listed])
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_preferences_of_listed_files_raise_for_changes_and_ignore_new_files(work
         ({"old.jsonl": 3, "org/data (train) 1": None}, [(done, 2, "files") for done in (1, 2)]),
     ],
 )
-def test_preferences_report_progress_in_rows_if_all_were_counted(workshop, tmp_path, monkeypatch, counted, progress):
+def test_preferences_report_progress_in_rows_if_all_were_counted(job_runner, tmp_path, monkeypatch, counted, progress):
     """Also within a file: a million rows take minutes. Each reading of this clock adds a second."""
     seconds = itertools.count()
     monkeypatch.setattr("training.contract.protocol.events.time.monotonic", lambda: next(seconds))
@@ -473,7 +473,7 @@ def test_preferences_report_progress_in_rows_if_all_were_counted(workshop, tmp_p
     rows = [{**GOOD, "prompt": f"Why {n}?"} for n in range(4)]
     for name, lines in (("old", [*rows[:2], []]), ("new", rows[2:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = workshop.preferences({"path": str(tmp_path)}, counted=counted)
+    done = job_runner.preferences({"path": str(tmp_path)}, counted=counted)
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
     reports = [event for event in events if event["event"] == "progress" and event["unit"] != "MB"]  # without hashing
     assert [(event["done"], event["total"], event["unit"]) for event in reports] == progress

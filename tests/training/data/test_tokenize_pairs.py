@@ -37,12 +37,12 @@ def _conversation(row, side):
 
 @pytest.mark.parametrize(("train_on", "trained"), [("last_response", "n_suffix"), ("assistant_turns", "n_mask")])
 def test_pairs_of_tiny_chat_have_the_lengths_and_masks_of_transformers(
-    workshop, shared_data, tiny_chat, real_rows, train_on, trained
+    job_runner, shared_data, tiny_chat, real_rows, train_on, trained
 ):
     """The counts of 353 held-out rows come from transformers, like the log-probs in the same file."""
     oracle = json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"]
     rows = real_rows(entry["row"] for entry in oracle)
-    done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, train_on=train_on))
+    done = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat, train_on=train_on))
     pairs, tokenizer = done.pairs, AutoTokenizer.from_pretrained(tiny_chat)
     assert pairs.rows.tolist() == list(range(353)) == list(range(len(oracle)))
     for index, (row, entry) in enumerate(zip(rows, oracle, strict=True)):
@@ -62,11 +62,11 @@ def test_pairs_of_tiny_chat_have_the_lengths_and_masks_of_transformers(
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "phi-3-mini"])
-def test_pairs_of_published_templates_have_the_tokens_of_transformers(workshop, shared_data, real_rows, name):
+def test_pairs_of_published_templates_have_the_tokens_of_transformers(job_runner, shared_data, real_rows, name):
     """Every 20th real row. The responses end with the template's end of turn."""
     rows = real_rows(range(0, 7285, 20))
-    spec = workshop.tokenizer(shared_data / "tokenizers" / name, max_length=4096)
-    done = workshop.pairs(workshop.rows(rows), spec)
+    spec = job_runner.tokenizer(shared_data / "tokenizers" / name, max_length=4096)
+    done = job_runner.pairs(job_runner.rows(rows), spec)
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name)
     pairs = done.pairs
     assert (len(pairs), done.details.reasons) == (len(rows), {})
@@ -90,7 +90,7 @@ def _template(tmp_path, text):
     return path
 
 
-def test_pairs_have_one_bos_only_if_the_template_writes_it(workshop, shared_data, tmp_path):
+def test_pairs_have_one_bos_only_if_the_template_writes_it(job_runner, shared_data, tmp_path):
     """mistral-v3's BOS is id 1. By default, its tokenizer adds it to every text."""
     folder, turns = (
         shared_data / "tokenizers" / "mistral-v3",
@@ -98,19 +98,19 @@ def test_pairs_have_one_bos_only_if_the_template_writes_it(workshop, shared_data
     )
     assert AutoTokenizer.from_pretrained(folder)("x")["input_ids"][0] == 1
     for text, expected in (("{{ bos_token }}" + turns, 1), (turns, 0)):
-        spec = workshop.tokenizer(folder, _template(tmp_path, text))
-        pairs = workshop.pairs(workshop.rows([_row()]), spec).pairs
+        spec = job_runner.tokenizer(folder, _template(tmp_path, text))
+        pairs = job_runner.pairs(job_runner.rows([_row()]), spec).pairs
         assert [pairs.sequence(0, side).ids_T.tolist().count(1) for side in SIDES] == [expected, expected]
 
 
-def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(workshop, tiny_chat, tmp_path):
+def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(job_runner, tiny_chat, tmp_path):
     """Like "thinking" templates, this one opens a block in the generation prompt that the conversation lacks."""
     text = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
     )
     rows = [_row(), _row("Who?", "<think>me", "<think>you")]
-    done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, _template(tmp_path, text)))
+    done = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat, _template(tmp_path, text)))
     assert done.details.prefix_violations == 1
     [drop] = done.details.dropped_examples
     assert (drop["row"], drop["reason"]) == (0, "prompt is not a prefix")
@@ -122,27 +122,27 @@ def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(workshop
     assert all(f"{part[0]} {tokenizer.convert_ids_to_tokens(part[0])!r}" in drop["detail"] for part in ids)
 
 
-def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(workshop, tiny_chat, tmp_path):
+def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(job_runner, tiny_chat, tmp_path):
     text = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
     )
-    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), template_kwargs={"enable_thinking": True})
+    spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text), template_kwargs={"enable_thinking": True})
     thought = _row("Who?", "<think>Hm.</think>me", "<think>Hm.</think>you")
-    done = workshop.pairs(workshop.rows([_row(), _row("When?"), thought]), spec)
+    done = job_runner.pairs(job_runner.rows([_row(), _row("When?"), thought]), spec)
     first, second = done.details.dropped_examples
     advice = "`enable_thinking: false` in `tokenization.template_kwargs`"
     assert advice in first["detail"] and advice not in second["detail"]
     assert done.details.first_prefix_violation == f"row 0, {first['detail']}"
 
 
-def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, tmp_path):
+def test_pairs_that_the_template_rejects_have_its_message(job_runner, tiny_chat, tmp_path):
     text = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{{ m['content'] }}<|im_end|>{% endfor %}"
     )
-    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
-    done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind.")]), spec)
+    spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text))
+    done = job_runner.pairs(job_runner.rows([_row(), _row(system="Be kind.")]), spec)
     assert done.details.dropped_examples == [
         {"row": 1, "reason": "rejected by the template", "detail": "System role not supported"}
     ]
@@ -155,37 +155,37 @@ def test_pairs_that_the_template_rejects_have_its_message(workshop, tiny_chat, t
         (_row(rejected="No.<|im_end|>\n<|im_start|>user\nhi"), "doubled end of turn"),
     ],
 )
-def test_pairs_with_an_end_of_turn_in_a_response_are_dropped(workshop, tiny_chat, row, reason):
-    done = workshop.pairs(workshop.rows([_row(), row]), workshop.tokenizer(tiny_chat))
+def test_pairs_with_an_end_of_turn_in_a_response_are_dropped(job_runner, tiny_chat, row, reason):
+    done = job_runner.pairs(job_runner.rows([_row(), row]), job_runner.tokenizer(tiny_chat))
     assert done.details.reasons == {reason: 1}
     assert "'<|im_end|>' 2 times" in done.details.dropped_examples[0]["detail"]
 
 
-def test_pairs_of_responses_with_the_same_tokens_are_dropped(workshop, tiny_chat, tmp_path):
+def test_pairs_of_responses_with_the_same_tokens_are_dropped(job_runner, tiny_chat, tmp_path):
     text = "{% for m in messages %}{{ m['content'] | trim }}<|im_end|>{% endfor %}"
-    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
-    done = workshop.pairs(workshop.rows([_row(), _row(chosen="a", rejected="a ")]), spec)
+    spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text))
+    done = job_runner.pairs(job_runner.rows([_row(), _row(chosen="a", rejected="a ")]), spec)
     assert done.details.reasons == {"responses have the same tokens": 1}
 
 
 @pytest.mark.parametrize("over_length", ["drop", "truncate_prompt", "truncate_response"])
-def test_pairs_whose_prompt_has_no_tokens_are_dropped(workshop, tiny_chat, tmp_path, over_length):
+def test_pairs_whose_prompt_has_no_tokens_are_dropped(job_runner, tiny_chat, tmp_path, over_length):
     """The first token of a sequence lacks a log-prob, so a response cannot begin with it."""
     text = "{% for m in messages if m['content'] != 'Why?' %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
-    done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
+    spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
+    done = job_runner.pairs(job_runner.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
     assert done.details.reasons == {"prompt has no tokens": 2}
     assert done.pairs.rows.tolist() == [1] and done.pairs.prompt_lengths[0] > 0
 
 
 @pytest.fixture
-def cut(workshop, tiny_chat):
+def cut(job_runner, tiny_chat):
     """Return the number of kept rows under a setting of `over_length`, and prompt and responses of the last kept row."""
 
     def cut(over_length, max_length):
         rows = [_row(), _row("one two three four five six", "a b c d e f", "x y z")]
-        spec = workshop.tokenizer(tiny_chat, max_length=max_length, over_length=over_length)
-        done = workshop.pairs(workshop.rows(rows), spec)
+        spec = job_runner.tokenizer(tiny_chat, max_length=max_length, over_length=over_length)
+        done = job_runner.pairs(job_runner.rows(rows), spec)
         pairs = done.pairs
         last = len(pairs) - 1
         start = pairs.prompt_lengths[last]
@@ -258,12 +258,14 @@ def test_inside_of_a_partly_covered_token_is_true():
     assert inside([(3, 6), (6, 9), (9, 9)], [(0, 3), (2, 5), (9, 12)]) == [True, False, False]
 
 
-def test_pairs_that_truncation_cannot_fit_are_dropped(workshop, tiny_chat):
+def test_pairs_that_truncation_cannot_fit_are_dropped(job_runner, tiny_chat):
     """Within 30 tokens, a long response leaves no room for a prompt, and a long prompt no room for a response."""
     long = "word " * 60
     rows = [_row(), _row(chosen=long, rejected="no"), _row(prompt=long)]
     for setting, kept in (("truncate_prompt", [0, 2]), ("truncate_response", [0, 1])):
-        done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, max_length=30, over_length=setting))
+        done = job_runner.pairs(
+            job_runner.rows(rows), job_runner.tokenizer(tiny_chat, max_length=30, over_length=setting)
+        )
         assert done.pairs.rows.tolist() == kept
         assert done.details.reasons == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
@@ -278,7 +280,9 @@ def test_pairs_that_truncation_cannot_fit_are_dropped(workshop, tiny_chat):
         ("last_response", 2, "responses have the same tokens, .* 2 tokens"),
     ],
 )
-def test_pairs_truncated_to_untrained_or_same_tokens_are_dropped(workshop, tiny_chat, tmp_path, train_on, room, reason):
+def test_pairs_truncated_to_untrained_or_same_tokens_are_dropped(
+    job_runner, tiny_chat, tmp_path, train_on, room, reason
+):
     """Both responses begin with text of the template, which `assistant_turns` does not train, and with the same word."""
     turn = "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, {% generation %}{{ m['content'] }}"
     text = (
@@ -286,73 +290,75 @@ def test_pairs_truncated_to_untrained_or_same_tokens_are_dropped(workshop, tiny_
     )
     text += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     rules = {"train_on": train_on, "over_length": "truncate_response"}
-    rows = workshop.rows([_row(chosen="one two three", rejected="one two four")])
-    complete = workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
+    rows = job_runner.rows([_row(chosen="one two three", rejected="one two four")])
+    complete = job_runner.pairs(rows, job_runner.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
     most = int(complete.prompt_lengths[0]) + room
     with pytest.raises(DataError, match=rf"{reason}.*\[all-pairs-dropped\]"):
-        workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
+        job_runner.pairs(rows, job_runner.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
 
 
-def test_pairs_that_are_all_dropped_raise(workshop, tiny_chat, tmp_path):
+def test_pairs_that_are_all_dropped_raise(job_runner, tiny_chat, tmp_path):
     with pytest.raises(DataError, match=r"of 1 pairs .*over max_length.*\[all-pairs-dropped\]"):
-        workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, max_length=2))
+        job_runner.pairs(job_runner.rows([_row()]), job_runner.tokenizer(tiny_chat, max_length=2))
     (template := tmp_path / "reversed.jinja").write_text(
         "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
     )
     with pytest.raises(
         DataError, match=r"not a prefix, .*\(recipe\.yaml:7: tokenization\.chat_template\) \[all-pairs-dropped\]"
     ):
-        workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, template))
+        job_runner.pairs(job_runner.rows([_row()]), job_runner.tokenizer(tiny_chat, template))
 
 
-def test_fingerprint_covers_tokens_masks_and_splits(workshop, tiny_chat, tmp_path):
+def test_fingerprint_covers_tokens_masks_and_splits(job_runner, tiny_chat, tmp_path):
     """A comment in the template changes the spec, but not the pairs."""
     rows = [_row(f"Q{n}", f"A{n}") for n in range(6)]
     text = (tiny_chat / "chat_template.jinja").read_text()
     plain, commented = (
-        workshop.tokenizer(tiny_chat),
-        workshop.tokenizer(tiny_chat, _template(tmp_path, text + "{# x #}")),
+        job_runner.tokenizer(tiny_chat),
+        job_runner.tokenizer(tiny_chat, _template(tmp_path, text + "{# x #}")),
     )
     assert plain.made.fingerprint != commented.made.fingerprint
-    data = workshop.rows(rows)
-    same = [workshop.pairs(data, spec).made.fingerprint for spec in (plain, plain, commented)]
+    data = job_runner.rows(rows)
+    same = [job_runner.pairs(data, spec).made.fingerprint for spec in (plain, plain, commented)]
     assert len(set(same)) == 1
-    turns = workshop.tokenizer(tiny_chat, train_on="assistant_turns")
-    colon = workshop.tokenizer(tiny_chat, _template(tmp_path, text.replace("\\n' }}", ":\\n' }}")))
+    turns = job_runner.tokenizer(tiny_chat, train_on="assistant_turns")
+    colon = job_runner.tokenizer(tiny_chat, _template(tmp_path, text.replace("\\n' }}", ":\\n' }}")))
     others = [
-        workshop.pairs(data, turns), workshop.pairs(data, colon), workshop.pairs(workshop.rows(rows[:5]), plain),
-        workshop.pairs(workshop.rows(rows, fraction=0.99), plain),
+        job_runner.pairs(data, turns), job_runner.pairs(data, colon), job_runner.pairs(job_runner.rows(rows[:5]), plain),
+        job_runner.pairs(job_runner.rows(rows, fraction=0.99), plain),
     ]  # fmt: skip
     assert len({same[0], *(done.made.fingerprint for done in others)}) == 5
 
 
-def test_fingerprint_covers_the_end_of_the_prompt(workshop, tiny_chat, tmp_path):
+def test_fingerprint_covers_the_end_of_the_prompt(job_runner, tiny_chat, tmp_path):
     """Samples start there, so the same ids and masks with another prompt length are other pairs."""
     text = (tiny_chat / "chat_template.jinja").read_text()
     shorter = text.replace("'<|im_start|>assistant\\n'", "'<|im_start|>'")
-    specs = (workshop.tokenizer(tiny_chat, _template(tmp_path, t), train_on="assistant_turns") for t in (text, shorter))
-    data = workshop.rows([_row()])
-    one, other = (workshop.pairs(data, spec) for spec in specs)
+    specs = (
+        job_runner.tokenizer(tiny_chat, _template(tmp_path, t), train_on="assistant_turns") for t in (text, shorter)
+    )
+    data = job_runner.rows([_row()])
+    one, other = (job_runner.pairs(data, spec) for spec in specs)
     assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
     assert one.pairs.prompt_lengths > other.pairs.prompt_lengths
     assert one.made.fingerprint != other.made.fingerprint
 
 
-def test_fingerprint_covers_the_eos_token(workshop, tiny_chat, tmp_path):
+def test_fingerprint_covers_the_eos_token(job_runner, tiny_chat, tmp_path):
     """Samples end there, although the pairs do not contain it."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(tmp_path / "ends")
-    data = workshop.rows([_row()])
-    one, other = (workshop.pairs(data, workshop.tokenizer(folder)) for folder in (tiny_chat, tmp_path / "ends"))
+    data = job_runner.rows([_row()])
+    one, other = (job_runner.pairs(data, job_runner.tokenizer(folder)) for folder in (tiny_chat, tmp_path / "ends"))
     assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
     assert one.made.fingerprint != other.made.fingerprint
 
 
-def test_keys_are_equal_for_equal_ids_and_masks(workshop, tiny_chat):
+def test_keys_are_equal_for_equal_ids_and_masks(job_runner, tiny_chat):
     """The first two rows share a sequence. The third has the first row's responses exchanged."""
     rows = [_row(), _row(rejected="Ask."), _row(chosen="No idea.", rejected="Because.")]
-    pairs = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat)).pairs
+    pairs = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat)).pairs
     chosen, rejected = (pairs.keys(side) for side in SIDES)
     assert chosen.shape == (3, 32)
     assert (chosen[0] == chosen[1]).all() and (chosen[0] == rejected[2]).all() and (rejected[0] == chosen[2]).all()
@@ -364,9 +370,9 @@ def test_keys_are_equal_for_equal_ids_and_masks(workshop, tiny_chat):
     assert len({sequence_key(ids, mask), *(sequence_key(*other) for other in others)}) == 4
 
 
-def test_pairs_artifact_has_consistent_files_counts_and_details(workshop, tiny_chat, real_rows):
-    done = workshop.pairs(
-        workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
+def test_pairs_artifact_has_consistent_files_counts_and_details(job_runner, tiny_chat, real_rows):
+    done = job_runner.pairs(
+        job_runner.rows(real_rows(range(300)), fraction=0.5), job_runner.tokenizer(tiny_chat, max_length=256)
     )
     pairs, counts = done.pairs, done.details.counts
     assert {path.name for path in done.folder.iterdir()} == {"manifest.json", "pairs.arrow", "tokenizer"}
@@ -391,12 +397,12 @@ def test_pairs_artifact_has_consistent_files_counts_and_details(workshop, tiny_c
     assert all(value in events[-1]["text"] for value in values)
 
 
-def test_shared_prompts_are_found_by_tokens(workshop, tiny_chat, tmp_path):
+def test_shared_prompts_are_found_by_tokens(job_runner, tiny_chat, tmp_path):
     """The template drops the difference between these prompts, so a split by the prompt's text cannot prevent the leak."""
     text = "{% for m in messages if 'number' not in m['content'] %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
+    spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text))
     rows = [_row(system=f"You are number {n}.") for n in range(20)]
-    done = workshop.pairs(workshop.rows(rows, fraction=0.5), spec)
+    done = job_runner.pairs(job_runner.rows(rows, fraction=0.5), spec)
     assert min(done.details.counts.train, done.details.counts.validation) > 0
     assert done.details.shared_prompts == 1
     pairs = done.pairs
@@ -404,8 +410,8 @@ def test_shared_prompts_are_found_by_tokens(workshop, tiny_chat, tmp_path):
     assert done.details.first_shared_prompt == "row {} (train) and row {} (validation)".format(*first)
 
 
-def test_pairs_file_opens_in_datasets(workshop, tiny_chat):
-    done = workshop.pairs(workshop.rows([_row(), _row("Who?")]), workshop.tokenizer(tiny_chat))
+def test_pairs_file_opens_in_datasets(job_runner, tiny_chat):
+    done = job_runner.pairs(job_runner.rows([_row(), _row("Who?")]), job_runner.tokenizer(tiny_chat))
     dataset = datasets.Dataset.from_file(str(done.folder / "pairs.arrow"))
     assert dataset["row"][:] == [0, 1]
     assert dataset[1]["rejected_ids"] == done.pairs.sequence(1, "rejected").ids_T.tolist()

@@ -34,8 +34,8 @@ def with_adapter(**changes: Any) -> dict[str, Any]:
     return settings(adapter=adapter, **changes)
 
 
-def peft_model(world: Any) -> torch.nn.Module:
-    base = AutoModelForCausalLM.from_pretrained(world.model)
+def peft_model(inputs: Any) -> torch.nn.Module:
+    base = AutoModelForCausalLM.from_pretrained(inputs.model)
     torch.manual_seed(SEED)
     return get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
 
@@ -45,12 +45,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("steps", [1, 12])
-def test_adapter_and_losses_match_a_loop_of_peft_and_torch(tiny_world, steps: int):
+def test_adapter_and_losses_match_a_loop_of_peft_and_torch(tiny_inputs, steps: int):
     optimizer = {"learning_rate": 3e-3, "weight_decay": 0.1}
-    job = tiny_world.job("policy", with_adapter(max_steps=steps, optimizer=optimizer, adapter={"export": "adapter"}))
+    job = tiny_inputs.job("policy", with_adapter(max_steps=steps, optimizer=optimizer, adapter={"export": "adapter"}))
     tune(job)
-    model = peft_model(tiny_world)
-    expected = list(naive_losses(tiny_world, steps, model))
+    model = peft_model(tiny_inputs)
+    expected = list(naive_losses(tiny_inputs, steps, model))
     assert losses(job) == pytest.approx(expected, abs=1e-5)
     assert expected[0] == pytest.approx(math.log(2), abs=1e-6)
     actual = tensors(job.staging)
@@ -60,8 +60,8 @@ def test_adapter_and_losses_match_a_loop_of_peft_and_torch(tiny_world, steps: in
     assert worst < (1e-5 if steps == 1 else 1e-3)
 
 
-def test_checkpoint_of_adapter_run_holds_only_the_adapter(tiny_world):
-    job = tiny_world.job("policy", with_adapter(max_steps=2), checkpoint_every=2)
+def test_checkpoint_of_adapter_run_holds_only_the_adapter(tiny_inputs):
+    job = tiny_inputs.job("policy", with_adapter(max_steps=2), checkpoint_every=2)
     tune(job)
     [file] = job.checkpoints.rglob("*.safetensors")
     saved: dict[str, set[str]] = {state: set() for state in ("weights", "exp_avg", "exp_avg_sq", "step")}
@@ -74,11 +74,11 @@ def test_checkpoint_of_adapter_run_holds_only_the_adapter(tiny_world):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_master_weights_of_adapter_are_float32(tiny_world, precision: Any):
+def test_master_weights_of_adapter_are_float32(tiny_inputs, precision: Any):
     params = Replicated(
-        TrainModelSpec(tiny_world.model, precision, Adapter(rank=RANK), SEED), Placement(ALONE, copies=1)
+        TrainModelSpec(tiny_inputs.model, precision, Adapter(rank=RANK), SEED), Placement(ALONE, copies=1)
     )
-    drawn = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    drawn = AutoModelForCausalLM.from_pretrained(tiny_inputs.model)
     add_adapter(drawn, Adapter(rank=RANK), SEED)
     assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in params.parameters.items()), "as drawn, not rounded"
     assert {p.dtype for p in params.parameters.values()} == {torch.float32}
@@ -93,19 +93,19 @@ def test_master_weights_of_adapter_are_float32(tiny_world, precision: Any):
     )
 
 
-def test_adapter_in_bfloat16_stays_near_float32(tiny_world):
-    exact, rounded = (tiny_world.job("policy", with_adapter(precision=p), p) for p in ("float32", "bfloat16"))
+def test_adapter_in_bfloat16_stays_near_float32(tiny_inputs):
+    exact, rounded = (tiny_inputs.job("policy", with_adapter(precision=p), p) for p in ("float32", "bfloat16"))
     tune(exact)
     tune(rounded)
     assert losses(rounded) == pytest.approx(losses(exact), abs=0.05)
     assert load_file(rounded.staging / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
-def test_adapter_with_dropout_repeats_and_evaluates_without(tiny_world):
+def test_adapter_with_dropout_repeats_and_evaluates_without(tiny_inputs):
     recipe = with_adapter(adapter={"dropout": 0.5})
-    first, again = (tiny_world.job("policy", recipe, name) for name in ("first", "again"))
+    first, again = (tiny_inputs.job("policy", recipe, name) for name in ("first", "again"))
     assert tune(first).fingerprint == tune(again).fingerprint
-    plain = tiny_world.job("policy", with_adapter(), "plain")
+    plain = tiny_inputs.job("policy", with_adapter(), "plain")
     tune(plain)
     assert losses(first)[0] == pytest.approx(math.log(2), abs=1e-5), "B is zero, so dropout before it has no effect"
     assert losses(first)[1:] != pytest.approx(losses(plain)[1:], abs=1e-4)
@@ -113,26 +113,28 @@ def test_adapter_with_dropout_repeats_and_evaluates_without(tiny_world):
 
 
 @pytest.fixture
-def exported(tiny_world) -> dict[str, tuple[Job, JobResult]]:
+def exported(tiny_inputs) -> dict[str, tuple[Job, JobResult]]:
     """Run one recipe with both exports."""
     jobs = {
-        export: tiny_world.job("policy", with_adapter(adapter={"export": export}), export)
+        export: tiny_inputs.job("policy", with_adapter(adapter={"export": export}), export)
         for export in ("merged", "adapter")
     }
     return {export: (job, tune(job)) for export, job in jobs.items()}
 
 
-def test_both_exports_give_the_values_of_the_last_eval_event(tiny_world, exported):
+def test_both_exports_give_the_values_of_the_last_eval_event(tiny_inputs, exported):
     """The oracle is plain transformers and peft on the written files."""
     merged, alone = (exported[export][0] for export in ("merged", "adapter"))
     assert losses(merged) == losses(alone)
     models = [
         AutoModelForCausalLM.from_pretrained(merged.staging),
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_world.model), alone.staging),
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_inputs.model), alone.staging),
     ]
     for model in models:
         with torch.no_grad():
-            logps = [float(tiny_world.plain_logprob(model.eval(), e, SIDES[0])) for e in tiny_world.split("validation")]
+            logps = [
+                float(tiny_inputs.plain_logprob(model.eval(), e, SIDES[0])) for e in tiny_inputs.split("validation")
+            ]
         assert sum(logps) / len(logps) == pytest.approx(told(alone, "eval")[-1]["eval/logps/chosen"], abs=1e-4)
 
 
@@ -152,11 +154,11 @@ def test_exported_adapter_merged_later_has_the_bits_of_the_merged_export(exporte
 
 
 @pytest.mark.slow
-def test_adapter_killed_and_resumed_has_the_same_bits(tiny_world, forker):
+def test_adapter_killed_and_resumed_has_the_same_bits(tiny_inputs, forker):
     """SIGKILL comes after the first checkpoint. Adapter and events then equal those of an undisturbed run."""
     recipe = with_adapter(max_steps=12, adapter={"dropout": 0.2, "export": "adapter"})
     compute = {"checkpoint_every": 3, "evaluate_every": 5}
-    calm, killed = (tiny_world.job("policy", recipe, name, **compute) for name in ("calm", "killed"))
+    calm, killed = (tiny_inputs.job("policy", recipe, name, **compute) for name in ("calm", "killed"))
     assert forker.run(killed, saved=8) == [-9] and len(losses(killed)) == 8
     made = [published(job, forker.run(job)) for job in (calm, killed)]
     assert any(e["text"].startswith("resumed ") for e in told(killed, "note"))

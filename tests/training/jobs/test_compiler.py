@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from tests.training.job_runner import JobRunner
 from tests.training.runs import settings
-from tests.training.workshop import Workshop
 from training.contract.protocol.job import Failure, Job
 
 NO_HEADERS = """#!/bin/sh
@@ -17,14 +17,14 @@ echo "main.cpp:47:10: fatal error: Python.h: No such file or directory" >&2; exi
 
 
 @pytest.fixture
-def training(tiny_world) -> Job:
-    return tiny_world.job("policy", settings(), compile=True)
+def training(tiny_inputs) -> Job:
+    return tiny_inputs.job("policy", settings(), compile=True)
 
 
 @pytest.fixture
-def scoring(tiny_world, tmp_path) -> Job:
-    inputs = {"tokenized_pairs": tiny_world.pairs, "reference_model": tiny_world.model}
-    job = Workshop(tmp_path / "workshop").job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
+def scoring(tiny_inputs, tmp_path) -> Job:
+    inputs = {"tokenized_pairs": tiny_inputs.pairs, "reference_model": tiny_inputs.model}
+    job = JobRunner(tmp_path / "workshop").job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
     job = job.model_copy(update={"recipe": {"compute": {"compile": True}}})
     job.write()
     return job

@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.training.evaluation.parsed_page import Page, lines_of
+from tests.training.job_runner import JobRunner, locations_of
 from tests.training.model.architectures import build
 from tests.training.runs import published
-from tests.training.workshop import Workshop, locations_of
 from training.contract.config.loss import Loss
 from training.contract.config.recipe import Compute
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TemplateError, TrainingError
@@ -46,11 +46,11 @@ SETTINGS = {"samples": 3, "max_new_tokens": 12, "loss": {"type": "sigmoid", "bet
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"quoted\" 'too'"
 
 
-class World:
+class Setup:
     """Forty real pairs, a third held out; tiny-chat as the reference, and a policy beside it."""
 
-    def __init__(self, root: Path, data: Path, workshop: Any) -> None:
-        self.workshop, self.model = workshop, data / "models" / "tiny-chat"
+    def __init__(self, root: Path, data: Path, job_runner: Any) -> None:
+        self.job_runner, self.model = job_runner, data / "models" / "tiny-chat"
         lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[:2000:50]
         hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
         rows = [json.loads(line) for line in lines]
@@ -60,10 +60,10 @@ class World:
         (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.policy = root / "policy"
         self._write_policy()
-        self.pairs = self.tokenized(workshop.read(root / "rows.jsonl", 0.4))
+        self.pairs = self.tokenized(job_runner.read(root / "rows.jsonl", 0.4))
         inputs = {"tokenized_pairs": self.pairs, "reference_model": self.model}
-        job = workshop.job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
-        self.table = workshop.do(job)
+        job = job_runner.job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
+        self.table = job_runner.run(job)
 
     def _write_policy(self) -> None:
         model = load_model(self.model, "float32", ALONE.device)
@@ -75,7 +75,7 @@ class World:
 
     def tokenized(self, raw: Artifact[Any]) -> Artifact[Any]:
         rules = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
-        return self.workshop.tokenize(raw, self.model, rules)
+        return self.job_runner.tokenize(raw, self.model, rules)
 
     def inputs(self, policy: Path | None = None) -> dict[str, Artifact[Any] | Path]:
         return {
@@ -86,21 +86,21 @@ class World:
         }
 
     def job(self, policy: Path | None = None, **settings: Any) -> Job:
-        return self.workshop.job("evaluation", "evaluation", self.inputs(policy), {**SETTINGS, **settings})
+        return self.job_runner.job("evaluation", "evaluation", self.inputs(policy), {**SETTINGS, **settings})
 
     def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact[Any]:
-        return self.workshop.do(self.job(policy, **settings))
+        return self.job_runner.run(self.job(policy, **settings))
 
 
 @pytest.fixture(scope="module")
-def world(shared_data, tmp_path_factory) -> World:
+def setup(shared_data, tmp_path_factory) -> Setup:
     root = tmp_path_factory.mktemp("evaluation")
-    return World(root, shared_data, Workshop(root))
+    return Setup(root, shared_data, JobRunner(root))
 
 
 @pytest.fixture(scope="module")
-def evaluation(world) -> Artifact[Any]:
-    return world.evaluate()
+def evaluation(setup) -> Artifact[Any]:
+    return setup.evaluate()
 
 
 def float64_tokens(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -115,11 +115,11 @@ def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tenso
 
 
 @pytest.fixture(scope="module")
-def expected(world) -> list[dict[str, float]]:
+def expected(setup) -> list[dict[str, float]]:
     """Return every held-out pair by the paper's formulas, in float64, one sequence at a time."""
-    data = Pairs.open(world.pairs.folder)
-    policy = AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
-    frozen = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64).eval()
+    data = Pairs.open(setup.pairs.folder)
+    policy = AutoModelForCausalLM.from_pretrained(setup.policy, dtype=torch.float64).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64).eval()
     rows = []
     for index in data.indices("validation"):
         values = {"row": float(data.rows[index])}
@@ -145,8 +145,8 @@ def test_evaluation_pairs_match_float64_formulas(evaluation, expected):
 
 
 @pytest.mark.shared
-def test_evaluation_pairs_have_the_keys_of_the_tokenized_pairs(world, evaluation):
-    data, rows = Pairs.open(world.pairs.folder), pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+def test_evaluation_pairs_have_the_keys_of_the_tokenized_pairs(setup, evaluation):
+    data, rows = Pairs.open(setup.pairs.folder), pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     held_out = data.indices("validation")
     for side in ("chosen", "rejected"):
         assert [bytes.fromhex(row[f"{side}_key"]) for row in rows] == [k.tobytes() for k in data.keys(side)[held_out]]
@@ -184,20 +184,20 @@ def test_evaluation_metrics_are_means_over_pairs(evaluation, expected):
 
 
 @pytest.mark.shared
-def test_evaluation_with_named_sources_adds_metrics_by_source(world, evaluation, expected, tmp_path):
+def test_evaluation_with_named_sources_adds_metrics_by_source(setup, evaluation, expected, tmp_path):
     """The same rows come from four files: two share a name, one has another, one has no name. Other results are unchanged."""
-    lines = (world.workshop.folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    lines = (setup.job_runner.folder / "rows.jsonl").read_text().splitlines(keepends=True)
     cuts, names = (0, 11, 20, 30, len(lines)), ("old", "new", None, "old")
     for n, (start, end) in enumerate(itertools.pairwise(cuts)):
         (tmp_path / f"{n}.jsonl").write_text("".join(lines[start:end]))
     settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "names": list(names)}
     settings |= {"validation_fraction": 0.4, "duplicates": "keep"}
     where = locations_of([{"path": str(tmp_path / f"{n}.jsonl")} for n in range(4)])
-    job = world.workshop.job("preferences", "raw_preferences", world.workshop.source(), settings, where)
-    raw = world.workshop.do(job)
-    assert world.tokenized(raw).fingerprint == world.pairs.fingerprint
-    inputs = {**world.inputs(), "raw_preferences": raw}
-    named = world.workshop.do(world.workshop.job("evaluation", "evaluation", inputs, SETTINGS))
+    job = setup.job_runner.job("preferences", "raw_preferences", setup.job_runner.source(), settings, where)
+    raw = setup.job_runner.run(job)
+    assert setup.tokenized(raw).fingerprint == setup.pairs.fingerprint
+    inputs = {**setup.inputs(), "raw_preferences": raw}
+    named = setup.job_runner.run(setup.job_runner.job("evaluation", "evaluation", inputs, SETTINGS))
     held_out = [(names[bisect.bisect_right(cuts, values["row"]) - 1], values) for values in expected]
     by_source = {name: [values for source, values in held_out if source == name] for name in ("new", "old")}
     assert all(len(rows) > 2 for rows in by_source.values()) and sum(map(len, by_source.values())) < len(expected)
@@ -235,16 +235,16 @@ def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length:
 
 
 @pytest.mark.shared
-def test_evaluation_samples_are_greedy_before_and_after(world, evaluation):
-    data = Pairs.open(world.pairs.folder)
-    tokenizer = load_tokenizer(world.model)
+def test_evaluation_samples_are_greedy_before_and_after(setup, evaluation):
+    data = Pairs.open(setup.pairs.folder)
+    tokenizer = load_tokenizer(setup.model)
     row_of = {int(row): index for index, row in enumerate(data.rows)}
     samples = evaluation.json("samples.json")
     assert len(samples) == 3 and all(sample["before"] != sample["after"] for sample in samples)
     for sample in samples:
         prompt = data.prompt_ids(row_of[sample["row"]])
         assert sample["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
-        for when, folder in (("before", world.model), ("after", world.policy)):
+        for when, folder in (("before", setup.model), ("after", setup.policy)):
             model = load_model(folder, "float32", ALONE.device)
             tokens = greedy_by_hand(model, prompt, tokenizer.eos_token_id, 12)
             assert sample[when] == tokenizer.decode(tokens, skip_special_tokens=True)
@@ -270,9 +270,9 @@ def answering(**fields: Any) -> EvaluationSpec:
 
 
 @pytest.mark.shared
-def test_greedy_stops_at_the_end_of_a_turn(world):
+def test_greedy_stops_at_the_end_of_a_turn(setup):
     """tiny-chat answers a greeting with a few dozen tokens and an end token."""
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
+    model, tokenizer = load_model(setup.model, "float32", ALONE.device), load_tokenizer(setup.model)
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, answering(eos_token_ids=(2,))), 300)
     assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
@@ -280,9 +280,9 @@ def test_greedy_stops_at_the_end_of_a_turn(world):
 
 
 @pytest.mark.shared
-def test_stop_tokens_are_those_of_settings_or_config(world):
+def test_stop_tokens_are_those_of_settings_or_config(setup):
     """In tiny-chat's vocabulary 0 to 2 are control tokens. The tokenizer's `eos_token` does not count."""
-    tokenizer = load_tokenizer(world.model)
+    tokenizer = load_tokenizer(setup.model)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     config = LlamaConfig(eos_token_id=[7, 5])
     assert stop_tokens(config, tokenizer, answering(eos_token_ids=(9,))) == [9]
@@ -294,8 +294,8 @@ def test_stop_tokens_are_those_of_settings_or_config(world):
 
 
 @pytest.mark.shared
-def test_greedy_ignores_the_generation_config_of_the_model(world):
-    model = load_model(world.model, "float32", ALONE.device)
+def test_greedy_ignores_the_generation_config_of_the_model(setup):
+    model = load_model(setup.model, "float32", ALONE.device)
     prompt = list(range(100, 120))
     plain = greedy(model, prompt, [2], 10)
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0, num_beams=3)
@@ -304,15 +304,15 @@ def test_greedy_ignores_the_generation_config_of_the_model(world):
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("length", "left"), [(1020, 4), (1024, 0), (1030, 0)])
-def test_greedy_with_long_prompt_uses_the_remaining_positions(world, length, left):
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
+def test_greedy_with_long_prompt_uses_the_remaining_positions(setup, length, left):
+    model, tokenizer = load_model(setup.model, "float32", ALONE.device), load_tokenizer(setup.model)
     assert len(greedy(model, [300] * length, [], 50)) == left
     assert len(answers(model, [[300] * length], [], tokenizer, 50, ALONE)) == 1
 
 
 @pytest.mark.shared
-def test_spread_prompts_are_distinct_and_evenly_spaced(world):
-    data = Pairs.open(world.pairs.folder)
+def test_spread_prompts_are_distinct_and_evenly_spaced(setup):
+    data = Pairs.open(setup.pairs.folder)
     twice = np.repeat(data.indices("validation"), 2)
     distinct = spread_prompts(data, twice, 1000)
     assert distinct == sorted(set(twice.tolist())), "each prompt once"
@@ -322,32 +322,32 @@ def test_spread_prompts_are_distinct_and_evenly_spaced(world):
 
 
 @pytest.mark.shared
-def test_evaluation_of_the_reference_has_zero_margins(world):
+def test_evaluation_of_the_reference_has_zero_margins(setup):
     """The loss of every pair is ln 2. Ties do not count as correct."""
-    metrics = world.evaluate(policy=world.model, samples=0).details.metrics
+    metrics = setup.evaluate(policy=setup.model, samples=0).details.metrics
     assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.shared
-def test_evaluation_of_policy_that_fails_the_self_check_raises(world, tmp_path):
+def test_evaluation_of_policy_that_fails_the_self_check_raises(setup, tmp_path):
     build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": 2048}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"gemma3_text.*\[self-check\]"):
-        world.evaluate(policy=tmp_path)
+        setup.evaluate(policy=tmp_path)
 
 
 @pytest.mark.shared
-def test_evaluation_fingerprint_depends_on_loss_and_samples(world, evaluation):
-    assert world.evaluate().fingerprint == evaluation.fingerprint
-    assert world.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
-    assert world.evaluate(samples=2).fingerprint != evaluation.fingerprint
+def test_evaluation_fingerprint_depends_on_loss_and_samples(setup, evaluation):
+    assert setup.evaluate().fingerprint == evaluation.fingerprint
+    assert setup.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
+    assert setup.evaluate(samples=2).fingerprint != evaluation.fingerprint
 
 
 @pytest.mark.shared
-def test_evaluation_with_ld_alpha_takes_tails_from_the_cache(world):
+def test_evaluation_with_ld_alpha_takes_tails_from_the_cache(setup):
     """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times."""
-    data = Pairs.open(world.pairs.folder)
-    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64).eval() for m in (world.policy, world.model)]
+    data = Pairs.open(setup.pairs.folder)
+    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64).eval() for m in (setup.policy, setup.model)]
     expected = []
     for index in data.indices("validation"):
         sequences = [data.sequence(index, side) for side in ("chosen", "rejected")]
@@ -356,21 +356,21 @@ def test_evaluation_with_ld_alpha_takes_tails_from_the_cache(world):
         ratios = [p - f for p, f in zip(policy, frozen, strict=True)]
         chosen, rejected = (float(ratio[:common].sum() + 0.3 * ratio[common:].sum()) for ratio in ratios)
         expected.append(math.log1p(math.exp(-BETA * (chosen - rejected))))
-    made = world.evaluate(loss={"beta": BETA, "ld_alpha": 0.3})
+    made = setup.evaluate(loss={"beta": BETA, "ld_alpha": 0.3})
     found = pq.read_table(made.file("pairs.parquet"))["loss"].to_pylist()
     assert found == pytest.approx(expected, abs=1e-4)
-    events = world.job(loss={"beta": BETA, "ld_alpha": 0.3}).events.read_text()
+    events = setup.job(loss={"beta": BETA, "ld_alpha": 0.3}).events.read_text()
     assert "scoring them again" not in events
 
 
 @pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
-def test_evaluation_on_several_ranks_gives_the_same_bits(world, evaluation, tmp_path, forker, ranks, parallel):
+def test_evaluation_on_several_ranks_gives_the_same_bits(setup, evaluation, tmp_path, forker, ranks, parallel):
     """Three ranks answer one prompt each, or all prompts together if the weights are sharded."""
     compute = Compute(device="cpu", parallel=parallel)
     changes = {"store": tmp_path / "store", "folder": tmp_path / "job", "compute": compute}
-    job = world.job().model_copy(update=changes)
+    job = setup.job().model_copy(update=changes)
     job.write()
     made = published(job, forker.run(job, ranks))
     assert made.fingerprint == evaluation.fingerprint
@@ -383,41 +383,41 @@ def tokens_in_report(evaluation: Artifact[Any]) -> list[str]:
     return tokens
 
 
-def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
-    data = Pairs.open(world.pairs)
+def tiny_held_out(setup: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
+    data = Pairs.open(setup.pairs)
     return score_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
 
 
-def test_score_pairs_with_nan_policy_raises_with_row(tiny_world):
-    policy = load_model(tiny_world.model, "float32", ALONE.device)
+def test_score_pairs_with_nan_policy_raises_with_row(tiny_inputs):
+    policy = load_model(tiny_inputs.model, "float32", ALONE.device)
     policy.model.norm.weight.data[:] = torch.nan
-    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    table = LogProbTable.read(tiny_inputs.reference, len(tiny_inputs.examples))
     with pytest.raises(TrainingError, match=r" 14 of 14 .* row 138;.*\[non-finite-logprob\]"):
-        tiny_held_out(tiny_world, table, policy)
+        tiny_held_out(tiny_inputs, table, policy)
 
 
-def test_score_pairs_with_other_token_counts_raises_with_row(tiny_world):
-    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+def test_score_pairs_with_other_token_counts_raises_with_row(tiny_inputs):
+    table = LogProbTable.read(tiny_inputs.reference, len(tiny_inputs.examples))
     wrong = copy.deepcopy(table)
     wrong.tokens_P2[40, 1] += 1
     with pytest.raises(CorruptArtifact, match=r"row 140 .*\d+ tokens.*\[wrong-token-count\]"):
-        tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
+        tiny_held_out(tiny_inputs, wrong, load_model(tiny_inputs.model, "float32", ALONE.device))
 
 
-def test_held_out_positions_without_validation_pairs_raises(tiny_world):
-    data = Pairs(Pairs.open(tiny_world.pairs)._table.slice(0, 38))
+def test_held_out_positions_without_validation_pairs_raises(tiny_inputs):
+    data = Pairs(Pairs.open(tiny_inputs.pairs)._table.slice(0, 38))
     with pytest.raises(DataError, match=r" 38 tokenized .*data\.validation_fraction.*\[no-held-out-pairs\]"):
         evaluation_job.held_out_positions(data)
 
 
-def test_accuracy_of_repeated_pairs_has_no_narrower_interval(tiny_world):
+def test_accuracy_of_repeated_pairs_has_no_narrower_interval(tiny_inputs):
     """Seven held-out pairs of seven prompts, each three times, have no more information than once."""
-    data, policy = Pairs.open(tiny_world.pairs), load_model(tiny_world.model, "float32", ALONE.device)
+    data, policy = Pairs.open(tiny_inputs.pairs), load_model(tiny_inputs.model, "float32", ALONE.device)
     with torch.no_grad():
         policy.lm_head.weight += 0.1 * torch.randn(
             policy.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)
         )
-    table, positions = LogProbTable.read(tiny_world.reference, len(tiny_world.examples)), data.indices("validation")
+    table, positions = LogProbTable.read(tiny_inputs.reference, len(tiny_inputs.examples)), data.indices("validation")
     once, thrice = (
         score_pairs(policy, data, np.repeat(positions, times), table, Loss(), ALONE, EventWriter(None))
         for times in (1, 3)
@@ -468,8 +468,8 @@ def test_report_shows_rewards_that_sum_to_those_of_the_pairs(evaluation):
 
 
 @pytest.mark.shared
-def test_report_without_reference_in_the_loss_shows_log_ratios(world):
-    made = world.evaluate(loss={"type": "simpo", "beta": 2.0, "gamma": 0.5})
+def test_report_without_reference_in_the_loss_shows_log_ratios(setup):
+    made = setup.evaluate(loss={"type": "simpo", "beta": 2.0, "gamma": 0.5})
     text = lines_of(made.file("report.html").read_text())
     assert "Log-ratios by token" in text and "The loss uses no reference model" in text
     [(row, difference)] = re.findall(r"Row (\d+): difference\s+(\S+)", text)[:1]
@@ -485,13 +485,13 @@ def text_of(messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.shared
-def test_report_shows_messages_or_decoded_tokens_without_them(world, tmp_path):
+def test_report_shows_messages_or_decoded_tokens_without_them(setup, tmp_path):
     """The source rows are the oracle. The decoded prompts of tiny-chat (ChatML) begin with `user` or `system`."""
-    lines = [json.loads(line) for line in (world.workshop.folder / "rows.jsonl").read_text().splitlines()]
-    shutil.copytree(world.workshop.store, tmp_path / "store")
+    lines = [json.loads(line) for line in (setup.job_runner.folder / "rows.jsonl").read_text().splitlines()]
+    shutil.copytree(setup.job_runner.store, tmp_path / "store")
     changes = {"store": tmp_path / "store", "folder": tmp_path / "job"}
-    job = world.job(samples=4).model_copy(update=changes)
-    made = world.workshop.do(job)
+    job = setup.job(samples=4).model_copy(update=changes)
+    made = setup.job_runner.run(job)
     frozen = made.json("samples.json")
     assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
     for shown, sample in zip(made.details.samples, frozen, strict=True):
@@ -507,14 +507,14 @@ def test_report_shows_messages_or_decoded_tokens_without_them(world, tmp_path):
 
     shutil.rmtree(tmp_path / "store" / "evaluation")
     shutil.rmtree(tmp_path / "store" / "raw_preferences")
-    again = world.workshop.do(job)
+    again = setup.job_runner.run(job)
     assert again.fingerprint == made.fingerprint
     assert [sample["prompt"] for sample in again.details.samples] == [sample["prompt"][-500:] for sample in frozen]
 
 
-def test_evaluation_without_memory_writes_advice(world):
+def test_evaluation_without_memory_writes_advice(setup):
     """Answers of that length exceed any address space, so torch's allocator fails."""
-    job = world.job(max_new_tokens=10**15)
+    job = setup.job(max_new_tokens=10**15)
     assert main(job.path) == 1
     failure = Failure.model_validate_json(job.error.read_bytes())
     assert failure.message.startswith("evaluation: ") and "can't allocate memory" in failure.message

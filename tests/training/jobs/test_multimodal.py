@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.model.architectures import LINEAR, build_multimodal, groups
 from tests.training.runs import losses, published, settings, told, tune
-from tests.training.worlds import TinyWorld, build_world
+from tests.training.tiny_inputs import TinyInputs, build_tiny_inputs
 from training.contract.config.recipe import Compute
 from training.contract.config.training import Adapter, SupervisedTuning
 from training.contract.protocol.events import EventWriter, read_events
@@ -37,9 +37,9 @@ LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj", "lm_hea
 
 
 @pytest.fixture
-def worlds(tmp_path: Path) -> tuple[TinyWorld, TinyWorld]:
-    """Return a tiny world with a Llama, and the same one with a Llava around it."""
-    plain = build_world(tmp_path / "plain", tied=False)
+def both_inputs(tmp_path: Path) -> tuple[TinyInputs, TinyInputs]:
+    """Return tiny inputs with a Llama, and the same one with a Llava around it."""
+    plain = build_tiny_inputs(tmp_path / "plain", tied=False)
     larger = plain.copied_to(tmp_path / "larger")
     llama = AutoModelForCausalLM.from_pretrained(plain.model)
     llava = build_multimodal("llava", {**llama.config.to_dict(), "dtype": "float32"})
@@ -52,20 +52,20 @@ def worlds(tmp_path: Path) -> tuple[TinyWorld, TinyWorld]:
     return plain, larger
 
 
-def test_multimodal_policy_matches_the_plain_one_and_keeps_the_rest(worlds: tuple[TinyWorld, TinyWorld]):
-    plain, larger = (world.job("policy", settings(), "job") for world in worlds)
+def test_multimodal_policy_matches_the_plain_one_and_keeps_the_rest(both_inputs: tuple[TinyInputs, TinyInputs]):
+    plain, larger = (inputs.job("policy", settings(), "job") for inputs in both_inputs)
     tune(plain), tune(larger)
     assert losses(larger) == losses(plain) and len(losses(plain)) == 12
-    before, after = (load_file(folder / "model.safetensors") for folder in (worlds[1].model, larger.staging))
+    before, after = (load_file(folder / "model.safetensors") for folder in (both_inputs[1].model, larger.staging))
     assert before.keys() == after.keys()
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {name for name in before if "vision" in name or "projector" in name} != set()
     alone = load_file(plain.staging / "model.safetensors")
     assert sum(any(torch.equal(tensor, other) for other in after.values()) for tensor in alone.values()) == len(alone)
     assert (larger.staging / "processor_config.json").read_bytes() == (
-        worlds[1].model / "processor_config.json"
+        both_inputs[1].model / "processor_config.json"
     ).read_bytes()
-    base, tuned = (load_model(folder, "float32", CPU) for folder in (worlds[1].model, larger.staging))
+    base, tuned = (load_model(folder, "float32", CPU) for folder in (both_inputs[1].model, larger.staging))
     picture = torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)
     seen = [model.get_image_features(picture, return_dict=True).pooler_output[0] for model in (base, tuned)]
     assert len(seen[0]) and torch.equal(*seen), "image features are those of the base"
@@ -89,13 +89,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_multimodal_policy_with_each_option_matches_the_plain_one(
-    worlds: tuple[TinyWorld, TinyWorld], forker: Any, option: str
+    both_inputs: tuple[TinyInputs, TinyInputs], forker: Any, option: str
 ):
     training, compute, tolerance = OPTIONS[option]
-    jobs = [world.job("policy", settings(max_steps=4, **training), "job", **compute) for world in worlds]
+    jobs = [inputs.job("policy", settings(max_steps=4, **training), "job", **compute) for inputs in both_inputs]
     plain, larger = (published(job, forker.run(job, 2)) for job in jobs)
     assert losses(larger) == pytest.approx(losses(plain), abs=tolerance)
-    before, after = (load_file(folder / "model.safetensors") for folder in (worlds[1].model, larger.folder))
+    before, after = (load_file(folder / "model.safetensors") for folder in (both_inputs[1].model, larger.folder))
     assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
     for name, tensor in before.items():
         if "vision" in name or "projector" in name:
@@ -103,10 +103,14 @@ def test_multimodal_policy_with_each_option_matches_the_plain_one(
 
 
 @pytest.mark.slow
-def test_multimodal_policy_stopped_and_resumed_has_the_same_bits(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
+def test_multimodal_policy_stopped_and_resumed_has_the_same_bits(
+    both_inputs: tuple[TinyInputs, TinyInputs], forker: Any
+):
     """A checkpoint holds the trained weights. The others come from the base."""
-    world = worlds[1]
-    whole, first = (world.job("policy", settings(max_steps=6), name, checkpoint_every=2) for name in ("whole", "parts"))
+    inputs = both_inputs[1]
+    whole, first = (
+        inputs.job("policy", settings(max_steps=6), name, checkpoint_every=2) for name in ("whole", "parts")
+    )
     expected = published(whole, forker.run(whole))
     assert forker.run(first, 1, stop=3) == [1]
     found = published(first, forker.run(first))
@@ -114,17 +118,17 @@ def test_multimodal_policy_stopped_and_resumed_has_the_same_bits(worlds: tuple[T
 
 
 @pytest.mark.slow
-def test_multimodal_sft_matches_the_plain_one(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
+def test_multimodal_sft_matches_the_plain_one(both_inputs: tuple[TinyInputs, TinyInputs], forker: Any):
     fields = SupervisedTuning.model_validate({"epochs": 1, "batch_size": 8}).model_dump(mode="json")
-    plain, larger = (world.job("sft", fields) for world in worlds)
+    plain, larger = (inputs.job("sft", fields) for inputs in both_inputs)
     published(plain, forker.run(plain)), published(larger, forker.run(larger))
     assert losses(larger) == losses(plain) and len(losses(plain)) == 5
 
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_compiled_multimodal_model_has_the_same_logprobs(worlds: tuple[TinyWorld, TinyWorld]):
-    model = load_model(worlds[1].model, "float32", CPU)
+def test_compiled_multimodal_model_has_the_same_logprobs(both_inputs: tuple[TinyInputs, TinyInputs]):
+    model = load_model(both_inputs[1].model, "float32", CPU)
     sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for group in groups() for each in group]
     before = response_logprobs(model, sequences).tokens_N
     prepare_for_training(model, Compute(device="cpu", compile=True), EventWriter(None), own_dropout=False)
@@ -143,8 +147,8 @@ def test_adapter_is_added_to_text_layers_only(targets: Any):
         assert {name.rsplit(".", 1)[-1] for name in adapted} == set(targets) and len(adapted) == 3
 
 
-def test_greedy_of_multimodal_model_matches_the_plain_one(worlds: tuple[TinyWorld, TinyWorld]):
-    plain, larger = (load_model(world.model, "float32", CPU) for world in worlds)
+def test_greedy_of_multimodal_model_matches_the_plain_one(both_inputs: tuple[TinyInputs, TinyInputs]):
+    plain, larger = (load_model(inputs.model, "float32", CPU) for inputs in both_inputs)
     prompt = groups()[0][0].ids_T.remainder(60).tolist()
     assert greedy(larger, prompt, [], 8) == greedy(plain, prompt, [], 8) != []
     assert greedy(larger, prompt * 6, [], 80) == greedy(plain, prompt * 6, [], 80), "positions of the language model"

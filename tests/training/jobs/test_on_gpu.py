@@ -32,10 +32,10 @@ def tune(job: Job) -> list[dict[str, Any]]:
     return told(job)
 
 
-def test_policy_in_float32_on_gpu_matches_cpu(tiny_world):
+def test_policy_in_float32_on_gpu_matches_cpu(tiny_inputs):
     """A float32 loss depends on the order of sums by 1e-6, and AdamW amplifies that over twelve steps."""
     on_gpu, on_cpu = (
-        tune(tiny_world.job("policy", settings(), name, device=device))
+        tune(tiny_inputs.job("policy", settings(), name, device=device))
         for name, device in (("gpu", "cuda"), ("cpu", "cpu"))
     )
     for one, other in zip(on_gpu, on_cpu, strict=True):
@@ -43,9 +43,9 @@ def test_policy_in_float32_on_gpu_matches_cpu(tiny_world):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_policy_on_gpu_twice_gives_the_same_bits(tiny_world, precision: str):
+def test_policy_on_gpu_twice_gives_the_same_bits(tiny_inputs, precision: str):
     """In bfloat16 one kernel call runs the attention of a row; `tune` compares its results with the table."""
-    runs = [tune(tiny_world.job("policy", settings(precision=precision), name, device="cuda")) for name in "ab"]
+    runs = [tune(tiny_inputs.job("policy", settings(precision=precision), name, device="cuda")) for name in "ab"]
     assert [[step[name] for name in SERIES] for step in runs[0]] == [
         [step[name] for name in SERIES] for step in runs[1]
     ]
@@ -55,10 +55,10 @@ def test_policy_on_gpu_twice_gives_the_same_bits(tiny_world, precision: str):
     "loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "aot"}, {"type": "bco_pair"}], ids=str
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_step_on_gpu_waits_in_sync_step_only(tiny_world, loss: dict[str, Any], precision: str):
+def test_step_on_gpu_waits_in_sync_step_only(tiny_inputs, loss: dict[str, Any], precision: str):
     """torch raises for each wait, on all threads. A second step runs up to `sync_step`, and from there to its end."""
     with group("cuda") as alone:
-        stepper = stepper_of(tiny_world, alone.device, loss=loss, precision=precision)
+        stepper = stepper_of(tiny_inputs, alone.device, loss=loss, precision=precision)
     stepper.step(1, Flags())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

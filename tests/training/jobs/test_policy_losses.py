@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests import factories
 from tests.training import runs
 from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.config.loss import Loss, LossType
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
@@ -38,8 +38,8 @@ def settings(loss: dict[str, Any], **changes: Any) -> dict[str, Any]:
 class Naive:
     """One batch by plain transformers: one unpadded sequence at a time, all logits, ordinary autograd."""
 
-    def __init__(self, world: Any, model: Any, reference: Any, batch: np.ndarray) -> None:
-        pairs = [world.split("train")[at] for at in batch]
+    def __init__(self, inputs: Any, model: Any, reference: Any, batch: np.ndarray) -> None:
+        pairs = [inputs.split("train")[at] for at in batch]
         self.policy = [[self._tokens(model, pair, side) for side in SIDES] for pair in pairs]
         with torch.no_grad():
             frozen = [[self._tokens(reference, pair, side) for side in SIDES] for pair in pairs]
@@ -113,14 +113,14 @@ NAIVE: list[tuple[dict[str, Any], Callable[[Naive, list[Tensor]], Tensor]]] = [
 ]
 
 
-def naive_losses(world: Any, of_batch: Callable[[Naive, list[Tensor]], Tensor], steps: int) -> Iterator[float]:
-    model, frozen = (AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2))
+def naive_losses(inputs: Any, of_batch: Callable[[Naive, list[Tensor]], Tensor], steps: int) -> Iterator[float]:
+    model, frozen = (AutoModelForCausalLM.from_pretrained(inputs.model) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.0, foreach=False)
-    count = len(world.split("train"))
+    count = len(inputs.split("train"))
     memory: list[Tensor] = []
     for step in range(steps):
         epoch, at = divmod(step, math.ceil(count / 8))
-        value = of_batch(Naive(world, model, frozen, epoch_order(count, 0, epoch)[at * 8 :][:8]), memory)
+        value = of_batch(Naive(inputs, model, frozen, epoch_order(count, 0, epoch)[at * 8 :][:8]), memory)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -129,11 +129,11 @@ def naive_losses(world: Any, of_batch: Callable[[Naive, list[Tensor]], Tensor], 
 
 
 @pytest.mark.parametrize(("loss", "of_batch"), NAIVE, ids=lambda given: getattr(given, "__name__", None))
-def test_policy_losses_match_a_naive_loop(tiny_world, loss, of_batch):
+def test_policy_losses_match_a_naive_loop(tiny_inputs, loss, of_batch):
     """In micro-batches of two or three pairs. The last batch of an epoch is smaller."""
-    job = tiny_world.job("policy", settings(loss))
+    job = tiny_inputs.job("policy", settings(loss))
     tune(job)
-    assert losses(job) == pytest.approx(list(naive_losses(tiny_world, of_batch, 6)), abs=3e-6)
+    assert losses(job) == pytest.approx(list(naive_losses(tiny_inputs, of_batch, 6)), abs=3e-6)
 
 
 EVERY: list[dict[str, Any]] = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
@@ -145,9 +145,9 @@ FILLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("loss", [loss | FILLED.get(loss["type"], {}) for loss in EVERY], ids=lambda loss: loss["type"])
-def test_policy_with_each_loss_learns(tiny_world, loss):
+def test_policy_with_each_loss_learns(tiny_inputs, loss):
     """From the reference check to the written policy. The loss falls over 10 steps on the same 38 pairs."""
-    job = tiny_world.job("policy", settings(loss, max_steps=10, batch_size=38, micro_tokens=1000))
+    job = tiny_inputs.job("policy", settings(loss, max_steps=10, batch_size=38, micro_tokens=1000))
     made = tune(job)
     assert losses(job)[-1] < losses(job)[0]
     assert abs(made.details.step0_loss - made.details.step0_expected) <= made.details.step0_allowed
@@ -155,8 +155,8 @@ def test_policy_with_each_loss_learns(tiny_world, loss):
     assert told(job, "eval")[-1]["eval/loss"] == pytest.approx(made.details.eval["eval/loss"])
 
 
-def test_policy_events_have_the_losses_of_a_mixture(tiny_world):
-    job = tiny_world.job("policy", settings({"type": "mixture", "of": MPO}, max_steps=2))
+def test_policy_events_have_the_losses_of_a_mixture(tiny_inputs):
+    job = tiny_inputs.job("policy", settings({"type": "mixture", "of": MPO}, max_steps=2))
     tune(job)
     for event, prefix in ((told(job)[-1], ""), (told(job, "eval")[-1], "eval/")):
         parts = [term["weight"] * event[f"{prefix}losses/{term['type']}"] for term in MPO]
@@ -164,9 +164,9 @@ def test_policy_events_have_the_losses_of_a_mixture(tiny_world):
 
 
 @pytest.mark.parametrize("loss", [{"type": "aot_unpaired"}, {"type": "bco_pair", "ld_alpha": 0.5}])
-def test_policy_with_other_micro_batches_has_the_same_losses(tiny_world, loss):
-    small = tiny_world.job("policy", settings(loss, micro_tokens=1), "small")
-    large = tiny_world.job("policy", settings(loss, micro_tokens=100_000), "large")
+def test_policy_with_other_micro_batches_has_the_same_losses(tiny_inputs, loss):
+    small = tiny_inputs.job("policy", settings(loss, micro_tokens=1), "small")
+    large = tiny_inputs.job("policy", settings(loss, micro_tokens=100_000), "large")
     tune(small)
     tune(large)
     for name in ("loss", "grad_norm", "rewards/margins"):
@@ -178,9 +178,9 @@ def test_policy_with_coupled_loss_uses_the_same_dropout_in_both_passes(tmp_path)
 
     If both passes agree, its loss is -log s(beta (c - r)), the sigmoid loss.
     """
-    world = build_world(tmp_path, attention_dropout=0.3)
+    inputs = build_tiny_inputs(tmp_path, attention_dropout=0.3)
     coupled, plain = (
-        world.job("policy", settings({"type": kind}, batch_size=1, max_steps=4, disable_dropout=False), kind)
+        inputs.job("policy", settings({"type": kind}, batch_size=1, max_steps=4, disable_dropout=False), kind)
         for kind in ("aot_unpaired", "sigmoid")
     )
     tune(coupled)
@@ -188,11 +188,11 @@ def test_policy_with_coupled_loss_uses_the_same_dropout_in_both_passes(tmp_path)
     assert losses(coupled) == pytest.approx(losses(plain), abs=1e-9)
 
 
-def test_policy_resumed_with_running_mean_gives_the_same_bits(tiny_world):
+def test_policy_resumed_with_running_mean_gives_the_same_bits(tiny_inputs):
     """The test removes the last checkpoint, so the run resumes from the previous one, with its running mean."""
     loss = {"type": "bco_pair"}
     calm, disturbed = (
-        tiny_world.job("policy", settings(loss, max_steps=12), name, checkpoint_every=4)
+        tiny_inputs.job("policy", settings(loss, max_steps=12), name, checkpoint_every=4)
         for name in ("calm", "disturbed")
     )
     tune(calm)
@@ -206,13 +206,13 @@ def test_policy_resumed_with_running_mean_gives_the_same_bits(tiny_world):
     assert made.details.objective["rewards"] == 2 * (4 * 8 + 6 + 4 * 8 + 6 + 2 * 8)
 
 
-def test_policy_details_without_running_mean_lack_the_objective(tiny_world):
-    assert tune(tiny_world.job("policy", settings({"type": "aot"}, max_steps=1))).details.objective is None
+def test_policy_details_without_running_mean_lack_the_objective(tiny_inputs):
+    assert tune(tiny_inputs.job("policy", settings({"type": "aot"}, max_steps=1))).details.objective is None
 
 
-def test_policy_with_ld_alpha_scores_missing_tokens_once(tiny_world):
-    """The tiny world has no log-prob cache: the first run scores all 90 sequences, the second none."""
-    job = tiny_world.job("policy", settings({"ld_alpha": 0.3}, max_steps=2))
+def test_policy_with_ld_alpha_scores_missing_tokens_once(tiny_inputs):
+    """The tiny inputs have no log-prob cache: the first run scores all 90 sequences, the second none."""
+    job = tiny_inputs.job("policy", settings({"ld_alpha": 0.3}, max_steps=2))
     tune(job)
     first = losses(job)
     [note] = [e["text"] for e in told(job, "note")]
@@ -222,18 +222,18 @@ def test_policy_with_ld_alpha_scores_missing_tokens_once(tiny_world):
     assert [e["text"] for e in told(job, "note")] == [note]
 
 
-def test_read_table_with_tails_matches_plain_transformers(tiny_world):
+def test_read_table_with_tails_matches_plain_transformers(tiny_inputs):
     """The cache lacks the held-out pairs, so only their 14 sequences are scored."""
-    job, pairs = tiny_world.job("policy", settings({"ld_alpha": 0.3})), Pairs.open(tiny_world.pairs)
+    job, pairs = tiny_inputs.job("policy", settings({"ld_alpha": 0.3})), Pairs.open(tiny_inputs.pairs)
     held_out = pairs.indices("validation")
-    table = LogProbTable.read(tiny_world.reference, len(pairs))
+    table = LogProbTable.read(tiny_inputs.reference, len(pairs))
     loss = Loss.model_validate(job.settings["loss"])
     found = read_table(factories.context(job, events=EventWriter(job.events)), pairs, held_out, loss).tails_P2
-    model, expected = AutoModelForCausalLM.from_pretrained(tiny_world.model), np.full((len(pairs), 2), np.nan)
+    model, expected = AutoModelForCausalLM.from_pretrained(tiny_inputs.model), np.full((len(pairs), 2), np.nan)
     for at in held_out:
         common = table.tokens_P2[at].min()
         for column, side in enumerate(SIDES):
-            ids, mask = (torch.tensor(tiny_world.examples[at][f"{side}_{part}"]) for part in ("ids", "mask"))
+            ids, mask = (torch.tensor(tiny_inputs.examples[at][f"{side}_{part}"]) for part in ("ids", "mask"))
             with torch.no_grad():
                 logits = model(input_ids=ids[None]).logits[0, :-1]
             tokens = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0][mask[1:]]
@@ -243,17 +243,17 @@ def test_read_table_with_tails_matches_plain_transformers(tiny_world):
     assert " 14 sequences" in note
 
 
-def test_policy_with_wrong_table_raises_without_reference_in_the_loss(tiny_world):
+def test_policy_with_wrong_table_raises_without_reference_in_the_loss(tiny_inputs):
     """SimPO has no reference, but the table must still have the policy's log-probs before the first step."""
-    table = LogProbTable.read(tiny_world.reference, 45)
+    table = LogProbTable.read(tiny_inputs.reference, 45)
     table.logprobs_P2[:, 1] += 0.5
-    table.write(tiny_world.reference)
+    table.write(tiny_inputs.reference)
     with pytest.raises(TrainingError, match=r"(?s) 8 of 8 pairs .*\[reference-check-failed\]"):
-        tune(tiny_world.job("policy", settings({"type": "simpo"})))
+        tune(tiny_inputs.job("policy", settings({"type": "simpo"})))
 
 
-def test_policy_eval_events_ignore_the_weights_of_pairs(tiny_world):
-    job = tiny_world.job("policy", settings({"weighting": "wpo"}, max_steps=1))
+def test_policy_eval_events_ignore_the_weights_of_pairs(tiny_inputs):
+    job = tiny_inputs.job("policy", settings({"weighting": "wpo"}, max_steps=1))
     tune(job)
     assert told(job, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert told(job)[0]["loss"] < 0.5 * math.log(2)
@@ -269,10 +269,10 @@ COUPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize(("size", "steps"), [(8, 4), (1, 1)])
-def test_policy_on_two_ranks_with_coupled_loss_matches_one(tiny_world, forker, name: str, size: int, steps: int):
+def test_policy_on_two_ranks_with_coupled_loss_matches_one(tiny_inputs, forker, name: str, size: int, steps: int):
     """Coupled pairs are on two ranks. With a batch of one pair, one rank has no pairs."""
     fields = settings(COUPLED[name], batch_size=size, max_steps=steps)
-    alone, both = (tiny_world.job("policy", fields, job) for job in ("alone", "both"))
+    alone, both = (tiny_inputs.job("policy", fields, job) for job in ("alone", "both"))
     tune(alone)
     published(both, forker.run(both, 2))
     for metric in told(alone)[0].keys() - {"event", "rewards/accuracies", *TIMED}:
@@ -283,9 +283,9 @@ def test_policy_on_two_ranks_with_coupled_loss_matches_one(tiny_world, forker, n
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "aot_unpaired", "bco_pair"])
-def test_policy_with_non_finite_loss_raises_with_rows(tiny_world, kind: str):
+def test_policy_with_non_finite_loss_raises_with_rows(tiny_inputs, kind: str):
     """A learning rate of 1e30 breaks the weights in step 1. Coupled losses meet them in the pass without gradients."""
-    job = tiny_world.job("policy", settings({"type": kind}, optimizer={"learning_rate": 1e30}))
+    job = tiny_inputs.job("policy", settings({"type": kind}, optimizer={"learning_rate": 1e30}))
     with pytest.raises(TrainingError, match=r"step 2: .*\(rank 0, rows 1\d\d, 1.*\[non-finite-loss\]"):
         tune(job)
     assert len(told(job)) == 1

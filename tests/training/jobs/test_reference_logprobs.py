@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.training.job_runner import JobRunner
 from tests.training.model.architectures import GPT2, build
 from tests.training.runs import published
-from tests.training.workshop import Workshop
 from training.contract.config.recipe import Parallel
 from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
 from training.contract.protocol.events import read_events
@@ -44,7 +44,7 @@ MAX_LENGTH = 1024
 class Oracle:
     """The rows of the published values that are short enough, as artifacts, and these values."""
 
-    workshop: Any
+    job_runner: Any
     data: Path
     rows: list[dict[str, Any]]
     raw: Artifact[Any]
@@ -55,10 +55,10 @@ class Oracle:
 
     def pairs(self, train_on: str = "last_response") -> Artifact[Any]:
         rules = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
-        return self.workshop.tokenize(self.raw, self.model, rules)
+        return self.job_runner.tokenize(self.raw, self.model, rules)
 
     def job(self, of: Artifact[Any] | Path) -> Job:
-        return self.workshop.job(
+        return self.job_runner.job(
             "reference",
             "reference_logprobs",
             {"tokenized_pairs": of, "reference_model": self.model},
@@ -76,16 +76,16 @@ def oracle(shared_data: Path, tmp_path_factory) -> Oracle:
     rows = [row for row in json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"] if fits(row)]
     lines = (shared_data / "preferences-real.jsonl").read_bytes().split(b"\n")
     (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
-    workshop = Workshop(root)
-    raw = workshop.read(root / "rows.jsonl", 0.3)
+    job_runner = JobRunner(root)
+    raw = job_runner.read(root / "rows.jsonl", 0.3)
     assert raw.details.counts.pairs == len(rows) > 300
-    return Oracle(workshop, shared_data, rows, raw)
+    return Oracle(job_runner, shared_data, rows, raw)
 
 
 @pytest.fixture(scope="module")
 def last_response(oracle: Oracle) -> tuple[Artifact[Any], Artifact[Any]]:
     of = oracle.pairs()
-    return of, oracle.workshop.do(oracle.job(of))
+    return of, oracle.job_runner.run(oracle.job(of))
 
 
 def worst_difference(
@@ -129,7 +129,7 @@ def test_table_matches_float64_values(oracle, last_response):
 @pytest.mark.slow
 def test_table_with_assistant_turns_matches_float64_values(oracle):
     meta = [json.loads(line) for line in (oracle.data / "preferences-real.meta.jsonl").read_text().splitlines()]
-    table = oracle.workshop.do(oracle.job(oracle.pairs("assistant_turns")))
+    table = oracle.job_runner.run(oracle.job(oracle.pairs("assistant_turns")))
     single = [meta[row["row"]]["turns"] == 1 for row in oracle.rows]
     assert sum(single) > 100
     assert worst_difference(oracle, table, "mask_logp", lambda row: meta[row["row"]]["turns"] == 1) < TOLERANCE
@@ -155,7 +155,7 @@ def test_reference_details_and_progress_have_the_counts(oracle, last_response):
 @pytest.mark.slow
 def test_reference_run_twice_takes_all_from_the_cache(oracle, last_response):
     of, table = last_response
-    again = oracle.workshop.do(oracle.job(of))
+    again = oracle.job_runner.run(oracle.job(of))
     assert (again.details.hits, again.details.scored) == (table.details.sequences, 0)
     assert again.fingerprint == table.fingerprint
 
@@ -202,7 +202,7 @@ def few(last_response: tuple[Artifact[Any], Artifact[Any]], tmp_path_factory) ->
 
 @pytest.fixture(scope="module")
 def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact[Any]:
-    return oracle.workshop.do(copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
+    return oracle.job_runner.run(copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
 
 
 def write_pairs(folder: Path, table: pa.Table) -> None:
@@ -247,7 +247,7 @@ def test_reference_killed_and_resumed_keeps_shards_and_bits(oracle, few, undistu
         killed.send_signal(signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
     kept = len(store.fingerprints(f"memo/{rule}"))
-    resumed = oracle.workshop.do(job)
+    resumed = oracle.job_runner.run(job)
     assert 0 < resumed.details.hits < resumed.details.sequences and kept >= 3
     assert resumed.fingerprint == undisturbed.fingerprint
 
@@ -255,106 +255,106 @@ def test_reference_killed_and_resumed_keeps_shards_and_bits(oracle, few, undistu
 # The tests below need no shared data: they use a random model of a few thousand parameters.
 
 
-def rewrite(world: Any, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Change the pairs of a tiny world."""
-    change(world.examples)
-    write_pairs(world.pairs, pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA))
+def rewrite(inputs: Any, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change the pairs of tiny inputs."""
+    change(inputs.examples)
+    write_pairs(inputs.pairs, pa.Table.from_pylist(inputs.examples, schema=PAIRS_SCHEMA))
 
 
-def tiny_job(world: Any, workshop: Any, dtype: str = "float32") -> Job:
-    inputs = {"tokenized_pairs": world.pairs, "reference_model": world.model}
-    return workshop.job("reference", "reference_logprobs", inputs, {"dtype": dtype})
+def tiny_job(inputs: Any, job_runner: Any, dtype: str = "float32") -> Job:
+    inputs = {"tokenized_pairs": inputs.pairs, "reference_model": inputs.model}
+    return job_runner.job("reference", "reference_logprobs", inputs, {"dtype": dtype})
 
 
 @pytest.fixture
-def workshop(tmp_path):
-    return Workshop(tmp_path / "workshop")
+def job_runner(tmp_path):
+    return JobRunner(tmp_path / "workshop")
 
 
-def test_table_matches_plain_transformers(tiny_world, workshop):
-    made = workshop.do(tiny_job(tiny_world, workshop))
-    found = LogProbTable.read(made.folder, len(tiny_world.examples))
-    plain = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+def test_table_matches_plain_transformers(tiny_inputs, job_runner):
+    made = job_runner.run(tiny_job(tiny_inputs, job_runner))
+    found = LogProbTable.read(made.folder, len(tiny_inputs.examples))
+    plain = LogProbTable.read(tiny_inputs.reference, len(tiny_inputs.examples))
     np.testing.assert_allclose(found.logprobs_P2, plain.logprobs_P2, atol=1e-4)
     np.testing.assert_array_equal(found.tokens_P2, plain.tokens_P2)
     assert found.dtype == "float32"
 
 
-def test_reference_with_shared_responses_scores_each_once(tiny_world, workshop):
+def test_reference_with_shared_responses_scores_each_once(tiny_inputs, job_runner):
     def share(examples: list[dict[str, Any]]) -> None:
         for field in ("ids", "mask", "key"):
             for example in examples[:10]:
                 example[f"chosen_{field}"] = examples[0][f"chosen_{field}"]
             examples[11][f"rejected_{field}"] = examples[0][f"chosen_{field}"]
 
-    rewrite(tiny_world, share)
-    made = workshop.do(tiny_job(tiny_world, workshop))
-    assert made.details.sequences == made.details.scored == 2 * len(tiny_world.examples) - 10
-    table = LogProbTable.read(made.folder, len(tiny_world.examples))
+    rewrite(tiny_inputs, share)
+    made = job_runner.run(tiny_job(tiny_inputs, job_runner))
+    assert made.details.sequences == made.details.scored == 2 * len(tiny_inputs.examples) - 10
+    table = LogProbTable.read(made.folder, len(tiny_inputs.examples))
     assert len({*table.logprobs_P2[:10, 0], table.logprobs_P2[11, 1]}) == 1
 
 
-def test_reference_with_new_pairs_scores_only_these(tiny_world, workshop):
-    all_pairs = list(tiny_world.examples)
-    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), all_pairs[:40]))
-    first = workshop.do(tiny_job(tiny_world, workshop))
+def test_reference_with_new_pairs_scores_only_these(tiny_inputs, job_runner):
+    all_pairs = list(tiny_inputs.examples)
+    rewrite(tiny_inputs, lambda examples: examples.__setitem__(slice(None), all_pairs[:40]))
+    first = job_runner.run(tiny_job(tiny_inputs, job_runner))
     before = LogProbTable.read(first.folder, 40)
-    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), all_pairs[::-1]))
-    second = workshop.do(tiny_job(tiny_world, workshop))
+    rewrite(tiny_inputs, lambda examples: examples.__setitem__(slice(None), all_pairs[::-1]))
+    second = job_runner.run(tiny_job(tiny_inputs, job_runner))
     after = LogProbTable.read(second.folder, len(all_pairs))
     assert (second.details.hits, second.details.scored) == (80, 2 * len(all_pairs) - 80)
     assert after.logprobs_P2[::-1][:40].tolist() == before.logprobs_P2.tolist()
 
 
 @pytest.mark.parametrize("change", ["dtype", "weights"])
-def test_reference_with_other_dtype_or_weights_has_no_hits(tiny_world, workshop, change):
-    workshop.do(tiny_job(tiny_world, workshop))
-    job = tiny_job(tiny_world, workshop, "bfloat16" if change == "dtype" else "float32")
+def test_reference_with_other_dtype_or_weights_has_no_hits(tiny_inputs, job_runner, change):
+    job_runner.run(tiny_job(tiny_inputs, job_runner))
+    job = tiny_job(tiny_inputs, job_runner, "bfloat16" if change == "dtype" else "float32")
     if change == "weights":
         model = job.inputs["reference_model"].model_copy(update={"fingerprint": "1" * 64})
         job = job.model_copy(update={"inputs": {**job.inputs, "reference_model": model}})
-    assert workshop.do(job).details.hits == 0
+    assert job_runner.run(job).details.hits == 0
 
 
-def test_reference_with_corrupt_shard_scores_again_and_writes_a_note(tiny_world, workshop):
-    job = tiny_job(tiny_world, workshop)
-    first = workshop.do(job)
+def test_reference_with_corrupt_shard_scores_again_and_writes_a_note(tiny_inputs, job_runner):
+    job = tiny_job(tiny_inputs, job_runner)
+    first = job_runner.run(job)
     (shard,) = (job.store / "memo").glob("*/*/index.safetensors")
     content = bytearray(shard.read_bytes())
     content[-2] ^= 64
     shard.write_bytes(content)
-    second = workshop.do(job)
+    second = job_runner.run(job)
     assert second.details.hits == 0 and second.fingerprint == first.fingerprint
     assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
 
 
 @pytest.mark.parametrize(("token", "trained"), [(-1, False), (1, True)], ids=["a token less", "one of the prompt"])
-def test_reference_with_other_mask_under_the_same_key_raises(tiny_world, workshop, token: int, trained: bool):
-    workshop.do(tiny_job(tiny_world, workshop))
-    rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(token, trained))
+def test_reference_with_other_mask_under_the_same_key_raises(tiny_inputs, job_runner, token: int, trained: bool):
+    job_runner.run(tiny_job(tiny_inputs, job_runner))
+    rewrite(tiny_inputs, lambda examples: examples[3]["chosen_mask"].__setitem__(token, trained))
     with pytest.raises(TrainingError, match=r"^1 of \d+ .*chosen response of row 103.*\[wrong-token-count\]"):
-        workshop.do(tiny_job(tiny_world, workshop))
+        job_runner.run(tiny_job(tiny_inputs, job_runner))
 
 
-def test_reference_with_nan_weights_raises_and_stores_nothing(tiny_world, workshop):
+def test_reference_with_nan_weights_raises_and_stores_nothing(tiny_inputs, job_runner):
     """The embedding of the rarest token is NaN. The error must name a response with this token."""
-    weights, examples = load_file(tiny_world.model / "model.safetensors"), tiny_world.examples
+    weights, examples = load_file(tiny_inputs.model / "model.safetensors"), tiny_inputs.examples
     having = [{token for e in examples for token in e[f"{side}_ids"][:-1]} for side in ("chosen", "rejected")]
     rare = min(having[0] & having[1], key=lambda t: sum(t in e["chosen_ids"] + e["rejected_ids"] for e in examples))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][rare] = np.nan
-    save_file(weights, tiny_world.model / "model.safetensors", metadata={"format": "pt"})
-    job = tiny_job(tiny_world, workshop)
+    save_file(weights, tiny_inputs.model / "model.safetensors", metadata={"format": "pt"})
+    job = tiny_job(tiny_inputs, job_runner)
     with pytest.raises(TrainingError, match=r"\[non-finite-logprob\]") as error:
-        workshop.do(job)
+        job_runner.run(job)
     named = re.search(r"the (chosen|rejected) response of row (\d+)", str(error.value))
     assert named is not None and rare in examples[int(named[2]) - 100][f"{named[1]}_ids"][:-1]
     assert not (job.store / "memo").exists()
 
 
-def test_distinct_sequences_prompts_end_at_the_mask(tiny_world):
+def test_distinct_sequences_prompts_end_at_the_mask(tiny_inputs):
     """Only the two responses of a pair share a prompt."""
-    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_world.pairs))
+    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_inputs.pairs))
     prompts, read = sequences.prompts(np.arange(len(sequences))), [sequences.read(n) for n in range(len(sequences))]
     assert prompts.lengths_S.tolist() == [int(sequence.mask_T.int().argmax()) for sequence in read]
     texts = [tuple(s.ids_T[:end].tolist()) for s, end in zip(read, prompts.lengths_S.tolist(), strict=True)]
@@ -363,33 +363,33 @@ def test_distinct_sequences_prompts_end_at_the_mask(tiny_world):
     )
 
 
-def test_reference_with_token_outside_the_vocabulary_raises(tiny_world, workshop):
-    vocabulary = json.loads((tiny_world.model / "config.json").read_text())["vocab_size"]
+def test_reference_with_token_outside_the_vocabulary_raises(tiny_inputs, job_runner):
+    vocabulary = json.loads((tiny_inputs.model / "config.json").read_text())["vocab_size"]
 
     def add_unknown_token(examples: list[dict[str, Any]]) -> None:
         examples[3]["rejected_ids"][-1] = vocabulary
 
-    rewrite(tiny_world, add_unknown_token)
-    Pairs.open(tiny_world.pairs).check_known_tokens(vocabulary + 1)
+    rewrite(tiny_inputs, add_unknown_token)
+    Pairs.open(tiny_inputs.pairs).check_known_tokens(vocabulary + 1)
     message = rf" {vocabulary}, .* {vocabulary}: .*\[token-outside-vocabulary\]"
     with pytest.raises(TemplateError, match=message):
-        workshop.do(tiny_job(tiny_world, workshop))
+        job_runner.run(tiny_job(tiny_inputs, job_runner))
 
 
-def test_reference_with_too_few_positions_raises(tiny_world, workshop):
-    longest = Pairs.open(tiny_world.pairs).longest
-    build("gpt2", GPT2 | {"max_position_embeddings": longest - 1}).save_pretrained(tiny_world.model)
+def test_reference_with_too_few_positions_raises(tiny_inputs, job_runner):
+    longest = Pairs.open(tiny_inputs.pairs).longest
+    build("gpt2", GPT2 | {"max_position_embeddings": longest - 1}).save_pretrained(tiny_inputs.model)
     message = rf"^`tokenization\.max_length` .* {longest} tokens, .* {longest - 1} positions.*\[sequence-too-long\]"
     with pytest.raises(ModelError, match=message):
-        workshop.do(tiny_job(tiny_world, workshop))
+        job_runner.run(tiny_job(tiny_inputs, job_runner))
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_reference_beyond_the_rotary_positions_of_the_config_writes_a_note(tiny_world, workshop, beyond):
+def test_reference_beyond_the_rotary_positions_of_the_config_writes_a_note(tiny_inputs, job_runner, beyond):
     """Rotary positions have no end, but the base model was not trained on these."""
-    longest, config = Pairs.open(tiny_world.pairs).longest, tiny_world.model / "config.json"
+    longest, config = Pairs.open(tiny_inputs.pairs).longest, tiny_inputs.model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": longest - beyond}))
-    workshop.do(job := tiny_job(tiny_world, workshop))
+    job_runner.run(job := tiny_job(tiny_inputs, job_runner))
     texts = [event["text"] for event in read_events(job.events) if event["event"] == "note"]
     notes = [text for text in texts if "`max_position_embeddings`" in text]
     assert len(notes) == beyond
@@ -397,19 +397,19 @@ def test_reference_beyond_the_rotary_positions_of_the_config_writes_a_note(tiny_
         assert f" {longest} tokens" in notes[0] and f"`tokenization.max_length: {longest - 1}`" in notes[0]
 
 
-def test_reference_with_unknown_adapter_target_of_the_policy_raises(tiny_world, workshop):
+def test_reference_with_unknown_adapter_target_of_the_policy_raises(tiny_inputs, job_runner):
     """The check comes before the scoring, although only the later policy job needs the adapter."""
     recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
-    job = tiny_job(tiny_world, workshop).model_copy(update={"recipe": recipe})
+    job = tiny_job(tiny_inputs, job_runner).model_copy(update={"recipe": recipe})
     with pytest.raises(ModelError, match=r"'q_prj'.* LlamaForCausalLM .*\[adapter-target\]"):
-        workshop.do(job)
+        job_runner.run(job)
     assert not (job.store / "memo").exists()
 
 
-def test_build_table_with_lost_shards_raises(tiny_world, workshop):
-    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_world.pairs))
+def test_build_table_with_lost_shards_raises(tiny_inputs, job_runner):
+    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_inputs.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences .*\[cache-shards-lost\]"):
-        reference_logprobs.build_table(sequences, LogprobCache(Store(workshop.folder / "store"), "a" * 64), "float32")
+        reference_logprobs.build_table(sequences, LogprobCache(Store(job_runner.folder / "store"), "a" * 64), "float32")
 
 
 def random_prompts(count: int) -> tuple[np.ndarray, Prompts]:
@@ -453,12 +453,12 @@ def test_shared_batches_of_large_group_splits_it():
 
 
 @pytest.mark.parametrize("pairs", [44, 46])
-def test_logprob_table_of_another_length_raises(tiny_world, pairs):
+def test_logprob_table_of_another_length_raises(tiny_inputs, pairs):
     with pytest.raises(CorruptArtifact, match=rf"float64\[45\].*float64\[{pairs}\]"):
-        LogProbTable.read(tiny_world.reference, pairs)
+        LogProbTable.read(tiny_inputs.reference, pairs)
 
 
-def test_logprob_table_with_wrong_file_raises_with_its_name(tiny_world):
-    shutil.copy(tiny_world.model / "model.safetensors", tiny_world.reference / TABLE_FILE)
+def test_logprob_table_with_wrong_file_raises_with_its_name(tiny_inputs):
+    shutil.copy(tiny_inputs.model / "model.safetensors", tiny_inputs.reference / TABLE_FILE)
     with pytest.raises(CorruptArtifact, match=TABLE_FILE):
-        LogProbTable.read(tiny_world.reference, 45)
+        LogProbTable.read(tiny_inputs.reference, 45)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.training.runs import published, timeless, told, tune
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.checkpoint.async_saver import AsyncSaver
 from training.contract.config.training import Training
 from training.contract.protocol.job import Job
@@ -38,14 +38,14 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build_world(tmp_path_factory.mktemp("world"), attention_dropout=0.2)
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_tiny_inputs(tmp_path_factory.mktemp("world"), attention_dropout=0.2)
 
 
 @pytest.fixture(scope="module")
-def calm(world: Any, forker: Any) -> Artifact[Any]:
+def calm(inputs: Any, forker: Any) -> Artifact[Any]:
     """Return the policy of an undisturbed run."""
-    job = world.job("policy", SETTINGS, "calm", **COMPUTE)
+    job = inputs.job("policy", SETTINGS, "calm", **COMPUTE)
     return published(job, forker.run(job))
 
 
@@ -74,31 +74,31 @@ def assert_same(found: Artifact[Any], expected: Artifact[Any]) -> None:
     assert files[0] == files[1]
 
 
-def test_policy_killed_at_every_step_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
-    job = world.job("policy", SETTINGS, "steps", **COMPUTE)
+def test_policy_killed_at_every_step_has_the_same_bits(inputs: Any, forker: Any, calm: Artifact[Any]):
+    job = inputs.job("policy", SETTINGS, "steps", **COMPUTE)
     assert_same(disturb(forker, job, ({"step": step} for step in range(1, STEPS + 1))), calm)
 
 
 @pytest.mark.system
-def test_policy_killed_between_file_operations_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
+def test_policy_killed_between_file_operations_has_the_same_bits(inputs: Any, forker: Any, calm: Artifact[Any]):
     """It is killed at opens, renames and removals of files and folders, from the resuming on."""
-    job = world.job("policy", SETTINGS, "operations", **COMPUTE)
+    job = inputs.job("policy", SETTINGS, "operations", **COMPUTE)
     assert_same(disturb(forker, job, ({"touch": count} for count in range(1, 60, 3))), calm)
 
 
 @pytest.mark.system
-def test_policy_killed_while_a_file_grows_has_the_same_bits(world: Any, forker: Any, calm: Artifact[Any]):
+def test_policy_killed_while_a_file_grows_has_the_same_bits(inputs: Any, forker: Any, calm: Artifact[Any]):
     """It is killed at offsets of a file of about 170,000 bytes. No checkpoint is complete, so each attempt starts again."""
-    job = world.job("policy", SETTINGS, "offsets", **COMPUTE)
+    job = inputs.job("policy", SETTINGS, "offsets", **COMPUTE)
     assert_same(disturb(forker, job, ({"size": size} for size in (9_000, 20_000, 65_537, 131_072, 169_000))), calm)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_policy_on_two_ranks_killed_has_the_same_bits(world: Any, forker: Any, way: str):
+def test_policy_on_two_ranks_killed_has_the_same_bits(inputs: Any, forker: Any, way: str):
     """At last a part of the checkpoint that only rank 1 reads is corrupt. Both ranks then use the previous checkpoint."""
     names = (f"calm-{way}", f"killed-{way}")
-    calm, job = (world.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
+    calm, job = (inputs.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
 
     def ends() -> Iterator[dict[str, float]]:
         yield {"step": 5}
@@ -114,18 +114,18 @@ def test_policy_on_two_ranks_killed_has_the_same_bits(world: Any, forker: Any, w
     assert_same(disturbed, published(calm, forker.run(calm, 2)))
 
 
-def test_policy_with_sigterm_after_the_last_step_saves(world: Any, forker: Any, calm: Artifact[Any]):
+def test_policy_with_sigterm_after_the_last_step_saves(inputs: Any, forker: Any, calm: Artifact[Any]):
     """No later step can notice the signal, and writing the policy may take long."""
-    job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
+    job = inputs.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
     assert forker.run(job, stop=20) == [1]
     assert "stopped by SIGTERM after step 20 of 20; checkpoint saved" in job.error.read_text()
     job.error.unlink()
     assert_same(published(job, forker.run(job)), calm)
 
 
-def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker: Any, calm: Artifact[Any]):
+def test_policy_with_sigterm_after_a_save_does_not_save_again(inputs: Any, forker: Any, calm: Artifact[Any]):
     """A second save of that step would first remove the only checkpoint. Its facts would then have seconds of a save."""
-    job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
+    job = inputs.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
     assert forker.run(job, stop=20) == [1]
     [checkpoint] = job.checkpoints.glob("*/step-????????")
     assert "checkpoints" not in read_manifest(checkpoint).details["seconds"]
@@ -134,12 +134,12 @@ def test_policy_with_sigterm_after_a_save_does_not_save_again(world: Any, forker
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_policy_with_sigterm_saves_after_the_next_step(world: Any, forker: Any, ranks: int):
+def test_policy_with_sigterm_saves_after_the_next_step(inputs: Any, forker: Any, ranks: int):
     """SIGTERM comes after the event of step 7. The run notices it in step 8, whose evaluation is due, and saves."""
-    job = world.job(
+    job = inputs.job(
         "policy", SETTINGS, f"stopped-{ranks}", **(COMPUTE | {"checkpoint_every": 100, "evaluate_every": 8})
     )
-    undisturbed = world.job("policy", SETTINGS, f"undisturbed-{ranks}", **(COMPUTE | {"evaluate_every": 8}))
+    undisturbed = inputs.job("policy", SETTINGS, f"undisturbed-{ranks}", **(COMPUTE | {"evaluate_every": 8}))
     calm = published(undisturbed, forker.run(undisturbed, ranks))
     assert forker.run(job, ranks, stop=7) == [1] * ranks
     message = "stopped by SIGTERM after step 8 of 20; checkpoint saved; run again to go on"
@@ -151,10 +151,10 @@ def test_policy_with_sigterm_saves_after_the_next_step(world: Any, forker: Any, 
 
 @pytest.mark.parametrize("event_written", [False, True])
 def test_policy_killed_in_an_evaluation_resumes_from_that_step(
-    world: Any, forker: Any, calm: Artifact[Any], monkeypatch: pytest.MonkeyPatch, event_written: bool
+    inputs: Any, forker: Any, calm: Artifact[Any], monkeypatch: pytest.MonkeyPatch, event_written: bool
 ):
     """A long evaluation may outlast the grace period of a stop. Its event must appear once, also if it was written before."""
-    job = world.job("policy", SETTINGS, f"evaluating-{event_written}", **(COMPUTE | {"checkpoint_every": 7}))
+    job = inputs.job("policy", SETTINGS, f"evaluating-{event_written}", **(COMPUTE | {"checkpoint_every": 7}))
     evaluate, start = EvaluateHeldOut.evaluate, AsyncSaver.start
     savers: list[AsyncSaver] = []
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.conftest import Forker
 from tests.training.rewriting import Hand, Place, made, other_weights, phase, step, write_in_place
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.errors import JobFailed
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Failure, Job, JobKind
@@ -31,7 +31,7 @@ EXPORTED = {"adapter": {"type": "lora", "rank": 2, "export": "adapter"}}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     root = tmp_path_factory.mktemp("rewritten")
-    return Place.of(build_world(root / "world"), root / "place")
+    return Place.of(build_tiny_inputs(root / "world"), root / "place")
 
 
 def by_fork(forker: Forker) -> Run:

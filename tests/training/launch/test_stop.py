@@ -23,9 +23,9 @@ def wait_for_step(job: Job) -> None:
         time.sleep(0.05)
 
 
-def test_cancel_of_training_saves_a_checkpoint(tiny_world: Any, monkeypatch: pytest.MonkeyPatch):
+def test_cancel_of_training_saves_a_checkpoint(tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    job = tiny_world.job("policy", SETTINGS, processes_per_node=2, checkpoint_every=4000)
+    job = tiny_inputs.job("policy", SETTINGS, processes_per_node=2, checkpoint_every=4000)
     write_job(job)
     handle = LocalEngine().submit(job)
     wait_for_step(job)
@@ -37,6 +37,6 @@ def test_cancel_of_training_saves_a_checkpoint(tiny_world: Any, monkeypatch: pyt
     assert [path.name for path in job.checkpoints.glob("*/*")] == [f"step-{last:08d}"]
 
 
-def test_grace_seconds_of_a_job_without_checkpoints_is_one(tiny_world: Any):
-    assert tiny_world.job("policy", SETTINGS, grace_seconds=17).grace_seconds == 17
-    assert tiny_world.job("reference", SETTINGS, grace_seconds=17).grace_seconds == 1
+def test_grace_seconds_of_a_job_without_checkpoints_is_one(tiny_inputs: Any):
+    assert tiny_inputs.job("policy", SETTINGS, grace_seconds=17).grace_seconds == 17
+    assert tiny_inputs.job("reference", SETTINGS, grace_seconds=17).grace_seconds == 1

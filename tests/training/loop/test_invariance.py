@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.training.runs import losses, published, settings, told, tune
-from tests.training.worlds import TinyWorld, build_world
+from tests.training.tiny_inputs import TinyInputs, build_tiny_inputs
 from training.data.tokenization.batch_sampler import epoch_order
 
 TRAIN, BATCH, SEED = 80, 8, 0
@@ -38,16 +38,16 @@ def shuffled_within_batches(examples: list[dict[str, Any]]) -> list[dict[str, An
     return arranged
 
 
-def world(folder: Path, arrange: Any) -> TinyWorld:
-    return build_world(folder, train=TRAIN, validation=0, arrange=arrange)
+def inputs(folder: Path, arrange: Any) -> TinyInputs:
+    return build_tiny_inputs(folder, train=TRAIN, validation=0, arrange=arrange)
 
 
 @pytest.mark.parametrize("micro_tokens", [20, 100_000])
 def test_policy_with_reordered_batches_has_the_same_losses(tmp_path: Path, micro_tokens: int):
     """In micro-batches of two pairs of 10 tokens, and in one micro-batch."""
     ordered, shuffled = (
-        world(tmp_path / "ordered", of_one_length),
-        world(tmp_path / "shuffled", shuffled_within_batches),
+        inputs(tmp_path / "ordered", of_one_length),
+        inputs(tmp_path / "shuffled", shuffled_within_batches),
     )
     batches = [[w.examples[i]["row"] for i in epoch_order(TRAIN, SEED, 0)[:BATCH]] for w in (ordered, shuffled)]
     assert batches[0] != batches[1] and sorted(batches[0]) == sorted(batches[1])
@@ -60,9 +60,9 @@ def test_policy_with_reordered_batches_has_the_same_losses(tmp_path: Path, micro
 
 
 @pytest.mark.slow
-def test_policy_on_three_ranks_has_the_losses_of_one(tiny_world: TinyWorld, forker: Any):
+def test_policy_on_three_ranks_has_the_losses_of_one(tiny_inputs: TinyInputs, forker: Any):
     """Three ranks cannot share eight pairs equally."""
-    alone, three = (tiny_world.job("policy", settings(), name) for name in ("alone", "three"))
+    alone, three = (tiny_inputs.job("policy", settings(), name) for name in ("alone", "three"))
     tune(alone)
     published(three, forker.run(three, 3))
     assert losses(three) == pytest.approx(losses(alone), abs=1e-5)

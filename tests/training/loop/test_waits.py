@@ -19,7 +19,7 @@ from transformers import masking_utils
 
 from tests import factories
 from tests.training.model.architectures import LOCAL, build
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.config.loss import LossType
 from training.contract.config.recipe import Compute
 from training.contract.config.training import SupervisedTuning, Training
@@ -40,6 +40,8 @@ from training.model.expert_routing import ExpertBalance, routing_of
 from training.model.training_setup import prepare_for_training
 from training.parallel.model_specs import TrainModelSpec
 from training.parallel.strategy import build_params
+
+pytestmark = pytest.mark.slow
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -131,17 +133,17 @@ def test_no_waiting_with_waiting_operator_raises(wait: Callable[[], object]):
         wait()
 
 
-def stepper_of(world: Any, device: torch.device, **changes: Any) -> TrainStep:
+def stepper_of(inputs: Any, device: torch.device, **changes: Any) -> TrainStep:
     """Return the train step of the `policy` job, in micro-batches of a few pairs."""
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
-    group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
+    group, pairs = Group(0, 1, device), Pairs.open(inputs.pairs)
     trainable = TrainModelSpec(
-        world.model, settings.precision, settings.adapter, disable_dropout=settings.disable_dropout
+        inputs.model, settings.precision, settings.adapter, disable_dropout=settings.disable_dropout
     )
     params = build_params(trainable, "ddp", group, SILENT)
     prepare_for_training(params.model, compute, SILENT, params.own_dropout)
-    table = LogProbTable.read(world.reference, len(pairs))
+    table = LogProbTable.read(inputs.reference, len(pairs))
     if settings.loss.needs_token_logprobs:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
     objective = PreferenceObjective(pairs, table, settings.loss, group)
@@ -159,14 +161,14 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build_world(tmp_path_factory.mktemp("world"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_tiny_inputs(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Inputs with a model with attention dropout, so that each sequence runs in its own row."""
-    return build_world(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
+    return build_tiny_inputs(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -185,19 +187,19 @@ def take_steps(stepper: TrainStep, *allowed: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_step_with_each_loss_waits_in_sync_step_only(world: Any, loss: dict[str, Any]):
-    take_steps(stepper_of(world, CPU, loss=loss))
+def test_step_with_each_loss_waits_in_sync_step_only(inputs: Any, loss: dict[str, Any]):
+    take_steps(stepper_of(inputs, CPU, loss=loss))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_step_with_each_setting_waits_in_sync_step_only(world: Any, way: dict[str, Any]):
-    take_steps(stepper_of(world, CPU, **way))
+def test_step_with_each_setting_waits_in_sync_step_only(inputs: Any, way: dict[str, Any]):
+    take_steps(stepper_of(inputs, CPU, **way))
 
 
-def test_trainer_between_steps_does_not_wait(world: Any):
+def test_trainer_between_steps_does_not_wait(inputs: Any):
     """The running mean of `bco_pair` is read when it is saved, not in each step."""
-    stepper = stepper_of(world, CPU, loss={"type": "bco_pair"})
-    context = factories.context(world.job("policy", {}), stepper.group, SILENT)
+    stepper = stepper_of(inputs, CPU, loss={"type": "bco_pair"})
+    context = factories.context(inputs.job("policy", {}), stepper.group, SILENT)
     trainer = Trainer(context, stepper, RunState(context, ("loss",)))
     for step in (1, 2):
         with NoNumbers(), NoWaiting(rank_sync.sync_step) as watch:
@@ -209,9 +211,9 @@ def test_step_with_unshared_rows_waits_in_masks_of_transformers_too(dropping: An
     take_steps(stepper_of(dropping, CPU, disable_dropout=False), masking_utils.find_packed_sequence_indices)
 
 
-def test_step_of_sft_waits_in_sync_step_only(world: Any):
-    group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
-    params = build_params(TrainModelSpec(world.model, "float32"), "ddp", group, SILENT)
+def test_step_of_sft_waits_in_sync_step_only(inputs: Any):
+    group, pairs = Group(0, 1, CPU), Pairs.open(inputs.pairs)
+    params = build_params(TrainModelSpec(inputs.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = BatchSampler(train_items(pairs), TokenCounts(lengths_I, lengths_I), 8, 60, 0)
     stepper = TrainStep(params, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
@@ -232,9 +234,9 @@ def test_expert_balance_does_not_wait(device: torch.device):
 
 
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "bco_pair"}], ids=str)
-def test_step_copies_to_the_device_by_to_device_only(world: Any, loss: dict[str, Any]):
+def test_step_copies_to_the_device_by_to_device_only(inputs: Any, loss: dict[str, Any]):
     """On tensors without content a step runs up to `sync_step`, the first read of a number."""
-    stepper, watch = stepper_of(world, META, loss=loss), NoWaiting(rank_sync.sync_step, device_prefetch.to_device)
+    stepper, watch = stepper_of(inputs, META, loss=loss), NoWaiting(rank_sync.sync_step, device_prefetch.to_device)
     with NoNumbers(), watch, pytest.raises(NotImplementedError) as stopped:
         stepper.step(1, Flags())
     assert "sync_step" in [entry.name for entry in stopped.traceback] and watch.operators > 300

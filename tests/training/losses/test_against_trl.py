@@ -22,7 +22,7 @@ def padded(values_N: Tensor, counts: list[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values_N.split(counts)), batch_first=True)
 
 
-class Holder(torch.nn.Module):
+class FixedLogprobs(torch.nn.Module):
     """A model for TRL that returns fixed log-probs."""
 
     is_gradient_checkpointing = False
@@ -39,7 +39,7 @@ class Holder(torch.nn.Module):
 
 def trl_loss(pairs: Any, **settings: Any) -> tuple[float, Tensor]:
     """Return TRL's mean loss, and its gradient by token."""
-    policy, reference = (Holder(pairs, values_N) for values_N in (pairs.policy_N, pairs.reference_N))
+    policy, reference = (FixedLogprobs(pairs, values_N) for values_N in (pairs.policy_N, pairs.reference_N))
     mask = padded(torch.ones_like(pairs.reference_N), pairs.counts_2B).bool()
     trainer = SimpleNamespace(
         **{"beta": BETA, "label_smoothing": 0.0, "ld_alpha": None, "use_weighting": False, "loss_types": ["sigmoid"]},

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.training.worlds import build_world
+from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.job import Input
@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return build_world(tmp_path, train=1, validation=1, tied=request.param).model
+    return build_tiny_inputs(tmp_path, train=1, validation=1, tied=request.param).model
 
 
 def mapped(folder: Path) -> list[str]:

@@ -26,7 +26,6 @@ from assets.execution.run_liveness import (
 )
 from assets.pipeline.pipeline import Services
 from tests.workflows.homes import ATTRIBUTES, check_values, write_recipe
-from tests.workflows.in_process import run_in
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import StoreError
 from training.contract.store.staging import claim_folder
@@ -190,9 +189,9 @@ def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("canceled", [False, True], ids=["", "after it was marked as canceled"])
-def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, caplog, canceled):
+def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, prepared_homes, tmp_path, caplog, canceled):
     """The work before the pool is done by then, and kept."""
-    with run_in(tmp_path, {"plain": PLAIN}) as baseline:
+    with prepared_homes.copied_to(tmp_path, {"plain": PLAIN}) as baseline:
         write_recipe(baseline.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
         loaded = load_recipe(baseline.folders["plain"])
         with taken(instance), interrupted_when_it_waits(caplog, marked=canceled and instance):

@@ -27,7 +27,7 @@ from model_registry.tracked_run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.factories import write_inputs
 from tests.workflows.homes import check_error, check_values, write_recipe
-from tests.workflows.in_process import Ended, InProcess, services_in
+from tests.workflows.in_process import EndedJob, InProcess, services_in
 from training.contract.errors import RegistryUnavailable
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
@@ -35,6 +35,8 @@ from training.contract.system.locks import is_held
 from workflows.commands.run import materialize
 from workflows.commands.run_report import RunReport
 from workflows.recipes.discovery import load_recipe
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -84,13 +86,13 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
 
 def test_release_reports_why_the_mlflow_run_is_incomplete(folder, services):
     """It fails at once: a missing folder does not mean that a server restarts."""
-    (services.home / "artifacts").write_text("no folder")
+    (services.home / "mlflow" / "artifacts").write_text("no folder")
     events: list[dict[str, Any]] = []
     [(asset, error)] = failures_of(run(folder, replace(services, listener=events.append), None, 0.3)).items()
     assert asset == "released_model"
     check_error(error, "registry-request", "MLflow run of split's policy ", "Not a directory")
     assert not [event for event in events if event["event"] == "note" and "wait" in event["text"]]
-    (services.home / "artifacts").unlink()
+    (services.home / "mlflow" / "artifacts").unlink()
     assert run(folder, services, None, 0.3).succeeded
 
 
@@ -211,7 +213,7 @@ def test_resumed_job_does_not_print_events_of_earlier_attempts(folder, services,
     events: list[dict[str, Any]] = []
 
     class Behind(InProcess):
-        def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+        def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
             with monkeypatch.context() as there:
                 now = time.time
                 there.setattr(time, "time", lambda: now() - 60)
@@ -260,7 +262,7 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
     The lock is free while files are stored: a rollback would wait for them, and then take back a new champion.
     """
     with promotion_lock(services.store, "split") as lock:
-        registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(
+        registry = Watched(services.registry.tracking_uri, services.home / "mlflow" / "downloads").watch(
             Path(lock.name), services.store
         )
     report = run(folder, replace(services, registry=registry), None, 0.25)
@@ -308,7 +310,7 @@ def test_candidate_is_compared_with_the_champion_at_promotion(folder, services):
         assert asset == "released_model"
         check_error(error, code, f"version {other.version} of split", *values)
     client.delete_registered_model_alias("split", "champion")
-    registry = Overtaken(services.registry.tracking_uri, services.home / "downloads")
+    registry = Overtaken(services.registry.tracking_uri, services.home / "mlflow" / "downloads")
     report = run(folder, replace(services, registry=registry), None, 0.6)
     assert report.succeeded and report.is_champion is False
     assert " the same as the champion's" in report.reasons
@@ -329,7 +331,7 @@ class Promoted(Registry):
 
 
 def test_the_reasons_of_a_decision_outlive_a_restart(folder, services):
-    registry = Promoted(services.registry.tracking_uri, services.home / "downloads")
+    registry = Promoted(services.registry.tracking_uri, services.home / "mlflow" / "downloads")
     report = run(folder, replace(services, registry=registry), None, 0.6)
     assert registry.was_away and report.is_champion
     assert "no champion before" in report.reasons
@@ -354,7 +356,7 @@ def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, service
     """
     assert run(folder, services, None, 0.6).is_champion
     (tmp_path / "other").mkdir()
-    registry = Restarting(services.registry.tracking_uri, services.home / "downloads")
+    registry = Restarting(services.registry.tracking_uri, services.home / "mlflow" / "downloads")
     champion = registry.champion("split")
     other = replace(services_in(tmp_path / "other"), tracker=services.tracker, registry=registry)
     report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}})
@@ -399,7 +401,7 @@ class Outage:
                 outage.questions += 1
                 return super().find_version(name, tags)
 
-        return Back(self.services.registry.tracking_uri, self.services.home / "downloads")
+        return Back(self.services.registry.tracking_uri, self.services.home / "mlflow" / "downloads")
 
 
 def test_a_run_that_found_no_server_is_delivered_by_the_release(folder, services):

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from assets.bodies.checks import DIFFERENCE
 from tests.factories import PAIRS, write_inputs
 from tests.workflows.homes import Home, check_error, check_values, write_recipe
-from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.in_process import Baseline
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import DataError, ModelError, UsageError
 from training.contract.protocol.artifacts import TOKENIZED_PAIRS
@@ -30,8 +31,8 @@ MOVED = {**PLAIN, "training": {"epochs": 20, "batch_size": 4, "optimizer": {"lea
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("small_data"), {"still": STILL, "moved": MOVED}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path_factory.mktemp("small_data"), {"still": STILL, "moved": MOVED}) as made:
         yield made
 
 

@@ -9,8 +9,15 @@ import pytest
 from assets.execution.run_liveness import PROCESS_TAG, fail_orphaned_runs
 from assets.execution.stopped_runs import CODE_VERSIONS_TAG
 from assets.pipeline.graph import GRAPH
+from tests.workflows.automation_ticks import (
+    ABOVE_POLICY,
+    BELOW_POLICY,
+    BELOW_ROWS,
+    OTHER_BETA,
+    Conditions,
+    definitions_of,
+)
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from tests.workflows.ticks import ABOVE_POLICY, BELOW_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
 
 
 def cancelled_while_training(conditions):

@@ -165,7 +165,7 @@ def test_the_accuracy_is_that_of_the_evaluation(baseline: Baseline, comparison: 
 def test_comparison_does_not_query_the_registry(baseline: Baseline, reports: list[RunReport]):
     """Each recipe would wait for a dead registry's answer, and needs none."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", baseline.home / "downloads")
+        silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", baseline.home / "mlflow" / "downloads")
         services = replace(baseline.services, registry=silent)
         for loaded in load_recipes(baseline.folders["sweep"]):
             assert last_evaluated(loaded.pipeline, services, baseline.instance).notes == ()

@@ -22,6 +22,8 @@ from workflows.commands.run_report import CheckRun, RunReport
 from workflows.commands.user_checks import assets_built_for, find_user_checks
 from workflows.recipes.discovery import LoadedRecipe, load_recipe
 
+pytestmark = pytest.mark.slow
+
 HEAD = "import dagster as dg\n"
 DESCRIPTION = "3.5 tokens on average"
 SHORT = f"""

@@ -15,8 +15,8 @@ from assets.inputs.current import find_tokenizer
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD
 from assets.lineage.history import latest_of
 from assets.pipeline.graph import GRAPH
+from tests.workflows.automation_ticks import ABOVE_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
 from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
-from tests.workflows.ticks import ABOVE_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
 from training.contract.store.artifact import JobResult, write_json
 from workflows.orchestration.observations import Cursor
 from workflows.orchestration.resources import build_services, pedigree_home

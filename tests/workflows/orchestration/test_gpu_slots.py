@@ -8,6 +8,8 @@ import pytest
 from assets.pipeline.graph import GPU_POOL
 from workflows.orchestration.resources import dagster_instance
 
+pytestmark = pytest.mark.slow
+
 
 def slots() -> int | None:
     with dagster_instance() as instance:

@@ -17,6 +17,8 @@ from tests.workflows.in_process import services_in
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:

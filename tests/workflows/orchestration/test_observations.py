@@ -8,15 +8,17 @@ import pytest
 
 from assets.pipeline.graph import GRAPH
 from assets.views.metadata import verbatim
+from tests.workflows.automation_ticks import BELOW_ROWS, OTHER_BETA, Conditions
 from tests.workflows.homes import ATTRIBUTES, latest, write_recipe
 from tests.workflows.orchestration.test_automation import Sensed
-from tests.workflows.ticks import BELOW_ROWS, OTHER_BETA, Conditions
 from workflows.orchestration.observations import CAUSES, STATE, Cursor, observe
 from workflows.state.status import AssetStatus
 
+pytestmark = pytest.mark.slow
+
 TWO_ROWS = "preferences.jsonl differs (1 -> 2 rows read)"
 THREE_ROWS = "preferences.jsonl differs (1 -> 3 rows read)"
-LOOKING = {**ATTRIBUTES, "automation": {"on_change": False}}
+WITHOUT_CHANGES = {**ATTRIBUTES, "automation": {"on_change": False}}
 
 
 class Watched(Sensed):
@@ -47,7 +49,7 @@ class Watched(Sensed):
 def watched(request, tmp_path, monkeypatch, small_recipe):
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
     with dg.DagsterInstance.ephemeral() as instance:
-        folder = write_recipe(tmp_path / "small", LOOKING if "status" in request.param else ATTRIBUTES)
+        folder = write_recipe(tmp_path / "small", WITHOUT_CHANGES if "status" in request.param else ATTRIBUTES)
         (folder / "base").symlink_to(small_recipe / "base")
         watched = Watched(folder, instance, request.param)
         watched.write("Why?")

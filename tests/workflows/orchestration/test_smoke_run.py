@@ -16,6 +16,8 @@ from workflows.orchestration.resources import io_manager
 from workflows.orchestration.smoke_run import _select_longest, smoke_run
 from workflows.recipes.discovery import LoadedRecipe, load_recipe
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SFT = {"model": "./base", "sft": {"epochs": 50}}
 

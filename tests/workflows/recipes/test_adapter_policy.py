@@ -126,7 +126,7 @@ def test_gc_keeps_the_lineage_of_the_version(baseline: Baseline):
 def test_missing_files_of_the_champion_are_restored_merged(baseline: Baseline):
     registry = baseline.services.registry
     merged = weights_identity(registry.resolve("models:/adapted@champion")).fingerprint
-    shutil.rmtree(baseline.home / "artifacts")
+    shutil.rmtree(baseline.home / "mlflow" / "artifacts")
     assert materialize(load_recipe(baseline.folders["adapted"]), baseline.services, baseline.instance).succeeded
     assert weights_identity(registry.resolve("models:/adapted@champion")).fingerprint == merged
 

@@ -28,7 +28,8 @@ from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import Edit, Sandbox, data_lines, field, fields, retokenizer, template
 from tests.workflows.homes import check_error, check_values, flip, latest
-from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.in_process import Baseline
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.state.test_truth_table import CAPITAL, HELD_OUT, PLAIN, TRAINED
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.identity.fingerprint import short
@@ -48,8 +49,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("edited"), {"plain": PLAIN}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path_factory.mktemp("edited"), {"plain": PLAIN}) as made:
         yield made
 
 
@@ -742,7 +743,7 @@ def test_jobs_of_one_asset_have_different_folders(baseline: Baseline, sandbox: S
 
 def test_unreachable_registry_is_reported_by_status_and_plan(baseline: Baseline, sandbox: Sandbox):
     """Nothing listens at port 9."""
-    away = replace(baseline.services, registry=Registry("http://127.0.0.1:9", baseline.home / "downloads"))
+    away = replace(baseline.services, registry=Registry("http://127.0.0.1:9", baseline.home / "mlflow" / "downloads"))
     pipeline = load_recipe(sandbox.folder).pipeline
     released, planned = status(pipeline, away, baseline.instance)[-1], plan(pipeline, away, baseline.instance)[-1]
     assert (released.asset, released.state, planned.action) == ("released_model", "fresh", "reuse")

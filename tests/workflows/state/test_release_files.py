@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config, pipel
 from tests.workflows.edits import change_json
 from tests.workflows.homes import check_error, check_values
 from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.question_pairs import conversation, write_data
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import ModelError
@@ -38,8 +39,8 @@ FEW = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("released"), {"plain": FEW}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path_factory.mktemp("released"), {"plain": FEW}) as made:
         yield made
 
 

@@ -48,7 +48,8 @@ from tests.workflows.edits import (
     template,
 )
 from tests.workflows.homes import latest
-from tests.workflows.in_process import Baseline, run_in, services_in
+from tests.workflows.in_process import Baseline, services_in
+from tests.workflows.prepared_homes import PreparedHomes
 from training.contract.config.loss import Divergence, LossTerm
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
@@ -77,8 +78,8 @@ TUNED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("truth"), {"plain": PLAIN, "tuned": TUNED}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path_factory.mktemp("truth"), {"plain": PLAIN, "tuned": TUNED}) as made:
         yield made
 
 

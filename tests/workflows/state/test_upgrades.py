@@ -19,7 +19,8 @@ from assets.pipeline.pipeline import Services
 from tests.factories import PAIRS
 from tests.workflows.edits import Sandbox, another_device, software
 from tests.workflows.homes import check_values
-from tests.workflows.in_process import Baseline, run_in
+from tests.workflows.in_process import Baseline
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.protocol.events import Event
 from training.data.tokenization.tokenize_pair import PairEncoder
@@ -35,8 +36,8 @@ BELOW = ("policy", "evaluation", "released_model")
 
 
 @pytest.fixture
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    with run_in(tmp_path_factory.mktemp("upgraded"), {"plain": FEW}) as made:
+def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path_factory.mktemp("upgraded"), {"plain": FEW}) as made:
         yield made
 
 

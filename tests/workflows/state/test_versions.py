@@ -22,7 +22,8 @@ from assets.inputs.version_repair import restore_files
 from model_registry.files import local_path
 from model_registry.registry import Registry
 from tests.workflows.homes import check_error, check_values, flip, latest, write_recipe
-from tests.workflows.in_process import Baseline, Ended, InProcess, run_in
+from tests.workflows.in_process import Baseline, EndedJob, InProcess
+from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import weights_identity
@@ -43,8 +44,8 @@ RECIPE = {**PLAIN, "data": {**PLAIN["data"], "validation_fraction": 0.5}, "train
 
 
 @pytest.fixture
-def baseline(tmp_path: Path) -> Iterator[Baseline]:
-    with run_in(tmp_path, {"plain": RECIPE}) as made:
+def baseline(tmp_path: Path, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
+    with prepared_homes.copied_to(tmp_path, {"plain": RECIPE}) as made:
         yield made
 
 
@@ -145,7 +146,7 @@ def remove_files(baseline: Baseline) -> dict[str, Path]:
         version.tags["pedigree.policy"]: registry.resolve(f"models:/plain/{version.number}")
         for version in registry.versions()
     }
-    shutil.rmtree(baseline.home / "artifacts")
+    shutil.rmtree(baseline.home / "mlflow" / "artifacts")
     return places
 
 
@@ -223,7 +224,7 @@ def test_a_plan_needs_no_registry_that_answers(baseline: Baseline):
     """The recipe is the same as before, and its release is in the registry, if that exists."""
     run(baseline, training={"max_steps": 8})
     write_recipe(baseline.folders["plain"], RECIPE)
-    away = replace(baseline.services, registry=Registry("http://127.0.0.1:9", baseline.home / "downloads"))
+    away = replace(baseline.services, registry=Registry("http://127.0.0.1:9", baseline.home / "mlflow" / "downloads"))
     planned = plan(load_recipe(baseline.folders["plain"]).pipeline, away, baseline.instance)
     assert {asset.action for asset in planned} == {"reuse"}
 
@@ -266,7 +267,7 @@ def test_champions_files_are_restored_before_a_policy_starts_from_it(baseline: B
     whole = registry.resolve(f"models:/plain/{promoted.model_version}")
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
     assert weights_identity(whole).fingerprint == policy
-    shutil.rmtree(baseline.home / "artifacts")
+    shutil.rmtree(baseline.home / "mlflow" / "artifacts")
     begun: dict[str, dict[str, Any]] = {
         "reference": {"model": "models:/plain@champion"},
         "automation": {"on_change": False},
@@ -298,7 +299,7 @@ class Promoting:
     def find(self, job: Job) -> None:
         return None
 
-    def submit(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+    def submit(self, job: Job, lock: BinaryIO | None = None) -> EndedJob:
         if job.artifact == self.artifact:
             client = MlflowClient(self.registry.tracking_uri)
             client.set_registered_model_alias("plain", "champion", str(self.version))

@@ -81,27 +81,27 @@ MAPPED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("row", "roles"), MAPPED)
-def test_preferences_with_roles_reads_the_same_pair(workshop, row, roles):
+def test_preferences_with_roles_reads_the_same_pair(job_runner, row, roles):
     """The mapping overrides the built-in roles: the last row has `function_call` for the assistant's text."""
-    done = workshop.preferences({**workshop.source([row]), "roles": roles})
+    done = job_runner.preferences({**job_runner.source([row]), "roles": roles})
     [pair] = done.table("preferences.parquet")
     assert pair["prompt"] == [_message("system", "Be brief."), ASK]
     assert (pair["chosen"], pair["rejected"]) == ([GOOD], [BAD])
 
 
-def test_preferences_with_roles_applies_them_after_columns_and_keeps_bad_rows_as_they_were(workshop):
+def test_preferences_with_roles_applies_them_after_columns_and_keeps_bad_rows_as_they_were(job_runner):
     bad = {"q": [_message("visitor", "Why?"), _message("robot", "Hm.")], "chosen": [GOOD], "rejected": [BAD]}
     good = {**bad, "q": [_message("visitor", "Why?")]}
-    source = {**workshop.source([good, bad]), "columns": {"prompt": "q"}, "roles": {"visitor": "user"}}
-    done = workshop.preferences(source)
+    source = {**job_runner.source([good, bad]), "columns": {"prompt": "q"}, "roles": {"visitor": "user"}}
+    done = job_runner.preferences(source)
     assert [pair["prompt"] for pair in done.table("preferences.parquet")] == [[ASK]]
     [row] = done.table("quarantine.parquet")
     assert (row["reason"], json.loads(row["text"])) == ("unknown role", bad)
 
 
-def test_preferences_with_roles_that_change_nothing_keeps_the_fingerprint(workshop):
-    plain, mapped = workshop.source([OPENAI]), {**workshop.source([OPENAI]), "roles": {"visitor": "user"}}
-    assert workshop.preferences(plain).made.fingerprint == workshop.preferences(mapped).made.fingerprint
+def test_preferences_with_roles_that_change_nothing_keeps_the_fingerprint(job_runner):
+    plain, mapped = job_runner.source([OPENAI]), {**job_runner.source([OPENAI]), "roles": {"visitor": "user"}}
+    assert job_runner.preferences(plain).made.fingerprint == job_runner.preferences(mapped).made.fingerprint
 
 
 def test_with_roles_leaves_tools_and_template_arguments_alone():

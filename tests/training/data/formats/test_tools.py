@@ -183,46 +183,46 @@ LAST_ALONE = "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration 
     ids=["empty text", "template arguments", "start of the response"],
 )
 def test_pairs_of_the_same_roles_are_checked_separately(
-    workshop, tiny_chat, tmp_path, turn, complete, incomplete, problem
+    job_runner, tiny_chat, tmp_path, turn, complete, incomplete, problem
 ):
     (tmp_path / "own.jinja").write_text(_in(turn))
     train_on = "assistant_turns" if "generation" in turn else "last_response"
-    spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
+    spec = job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
     for rows in ([complete, incomplete], [incomplete, complete]):
-        done = workshop.pairs(workshop.rows(rows, format="conversational"), spec)
+        done = job_runner.pairs(job_runner.rows(rows, format="conversational"), spec)
         assert done.pairs.rows.tolist() == [rows.index(complete)]
         assert done.details.first_left_out == f"row {rows.index(incomplete)}, the template {problem}"
 
 
 @pytest.mark.shared
-def test_pairs_truncated_to_the_same_trained_tokens_are_dropped(workshop, tiny_chat, tmp_path):
+def test_pairs_truncated_to_the_same_trained_tokens_are_dropped(job_runner, tiny_chat, tmp_path):
     """The responses are cut after the result of the first call, so the margin would always be zero."""
     (tmp_path / "own.jinja").write_text(_in(MARKED + "{% else %}{{ m.content }}{% endif %}"))
     look = IN_WORDS["chosen"][0]
     row = {"prompt": [ASK], "chosen": [look, RESULT, WET], "rejected": [look, _message("tool", "sun"), DRY]}
     rules = {"train_on": "assistant_turns", "over_length": "truncate_response"}
-    rows = workshop.rows([row])
-    complete = workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules)).pairs
+    rows = job_runner.rows([row])
+    complete = job_runner.pairs(rows, job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules)).pairs
     masks = [complete.sequence(0, side).mask_T.tolist() for side in ("chosen", "rejected")]
     room = min(mask.index(True, mask.index(False, mask.index(True))) for mask in masks)
     with pytest.raises(DataError, match=r"responses have the same tokens.*\[all-pairs-dropped\]"):
-        workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules, max_length=room))
+        job_runner.pairs(rows, job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules, max_length=room))
 
 
 @pytest.mark.shared
-def test_pairs_with_tool_results_inside_generation_are_dropped(workshop, tiny_chat, tmp_path):
+def test_pairs_with_tool_results_inside_generation_are_dropped(job_runner, tiny_chat, tmp_path):
     (tmp_path / "own.jinja").write_text(
         NAMES + "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
         "{% generation %}{{ m.content }}" + CALLS + "{% endgeneration %}{% endif %}<|im_end|>{% endfor %}"
     )
-    spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on="assistant_turns")
-    done = workshop.pairs(workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY]), spec)
+    spec = job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on="assistant_turns")
+    done = job_runner.pairs(job_runner.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY]), spec)
     assert done.pairs.rows.tolist() == [0] and done.details.left_out == 1
     assert done.details.first_left_out == "row 1, the template has the result of a tool inside {% generation %}"
 
 
 @pytest.mark.shared
-def test_pairs_with_tool_results_need_assistant_turns(workshop, tiny_chat, tmp_path):
+def test_pairs_with_tool_results_need_assistant_turns(job_runner, tiny_chat, tmp_path):
     text = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + (
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" + CALLS + "<|im_end|>{% endgeneration %}"
         "{% else %}{{ m.content }}" + "<|im_end|>{% endif %}\n{% endfor %}"
@@ -232,10 +232,10 @@ def test_pairs_with_tool_results_need_assistant_turns(workshop, tiny_chat, tmp_p
     stops = {**TRAJECTORY, "chosen": [CALL, _message("tool", "rain<|im_end|>"), WET]}
     asks = _message("assistant", "", tool_calls=[_call("weather", {"place": "<|im_end|>"})])
     stops_too = {**TRAJECTORY, "chosen": [asks, RESULT, WET]}
-    rows = workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops, stops_too])
+    rows = job_runner.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops, stops_too])
     assert rows.details.counts.pairs == 4
     by_turns, as_one = (
-        workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on))
+        job_runner.pairs(rows, job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on))
         for train_on in ("assistant_turns", "last_response")
     )
     assert by_turns.details.reasons == {"doubled end of turn": 2} and by_turns.details.left_out == 0
@@ -362,43 +362,43 @@ def test_convert_text_that_looks_like_an_escaped_nul_keeps_it():
     assert json.loads(FORMATS["conversational"].convert({**ASKED, "tools": tools}).tools) == tools
 
 
-def test_fingerprint_covers_tools_and_the_order_of_their_keys(workshop):
+def test_fingerprint_covers_tools_and_the_order_of_their_keys(job_runner):
     """A template writes keys in their order, so another order may give other tokens."""
     other_order = [_call("weather", {"days": 2, "place": "東京"})]
     rows = [
         ASKED, {**ASKED, "tools": None}, {**ASKED, "tools": TOOLS[::-1]},
         {**ASKED, "chosen": [{**CALL, "tool_calls": other_order}]}, {**ASKED, "prompt": ANSWERED["prompt"]},
     ]  # fmt: skip
-    assert len({workshop.rows([row]).made.fingerprint for row in rows}) == len(rows)
+    assert len({job_runner.rows([row]).made.fingerprint for row in rows}) == len(rows)
     assert (
-        workshop.rows([rows[0]]).made.fingerprint
-        == workshop.rows([{**ASKED, "tools": json.dumps(TOOLS)}]).made.fingerprint
+        job_runner.rows([rows[0]]).made.fingerprint
+        == job_runner.rows([{**ASKED, "tools": json.dumps(TOOLS)}]).made.fingerprint
     )
 
 
-def test_preferences_of_a_table_have_the_fingerprint_of_its_json_lines(workshop, tmp_path):
+def test_preferences_of_a_table_have_the_fingerprint_of_its_json_lines(job_runner, tmp_path):
     """In Parquet, each call has the arguments of all calls, as null, and each tool has all parameters."""
     rows = [ASKED, {**ANSWERED, "rejected": [_message("assistant", "", tool_calls=[_call("clock", {"zone": "UTC"})])]}]
     table = pa.Table.from_pylist(rows)
     assert table["chosen"][1].as_py()[0]["tool_calls"] is None and "place" in str(table.schema.field("tools").type)
     pq.write_table(table, tmp_path / "rows.parquet")
-    read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
+    read = job_runner.preferences({"path": str(tmp_path / "rows.parquet")})
     assert read.details.counts.pairs == 2
-    assert read.made.fingerprint == workshop.rows(rows).made.fingerprint
+    assert read.made.fingerprint == job_runner.rows(rows).made.fingerprint
 
 
-def test_preferences_read_a_map_of_a_table_as_an_object(workshop, tmp_path):
+def test_preferences_read_a_map_of_a_table_as_an_object(job_runner, tmp_path):
     call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
     turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
     schema = pa.schema([(part, pa.list_(turn)) for part in ("prompt", "chosen", "rejected")])
     mapped = {"name": "f", "arguments": [("a", "1"), ("b", "2")]}
     row = {"prompt": [ASK], "chosen": [_message("assistant", None, tool_calls=[mapped])], "rejected": [BAD]}
     pq.write_table(pa.Table.from_pylist([row], schema), tmp_path / "rows.parquet")
-    [read] = workshop.preferences({"path": str(tmp_path / "rows.parquet")}).table("preferences.parquet")
+    [read] = job_runner.preferences({"path": str(tmp_path / "rows.parquet")}).table("preferences.parquet")
     assert json.loads(read["chosen"][0]["tool_calls"]) == [{"name": "f", "arguments": {"a": "1", "b": "2"}}]
 
 
-def test_preferences_read_template_arguments_of_a_map_or_struct(workshop, tmp_path):
+def test_preferences_read_template_arguments_of_a_map_or_struct(job_runner, tmp_path):
     """A struct has the fields of all rows, so `tools` in one row is null in the others."""
     turns = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     row = {"prompt": [ASK], "chosen": [WET], "rejected": [DRY]}
@@ -409,27 +409,28 @@ def test_preferences_read_template_arguments_of_a_map_or_struct(workshop, tmp_pa
         schema = pa.schema([*((part, turns) for part in row), ("chat_template_kwargs", kind)])
         rows = [{**row, "chat_template_kwargs": value} for value in values]
         pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "rows.parquet")
-        read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
+        read = job_runner.preferences({"path": str(tmp_path / "rows.parquet")})
         assert read.table("preferences.parquet")[0]["chat_template_kwargs"] == '{"thinking": true}'
         assert read.details.reasons == ({} if values[1] == [] else {"unsupported field": 1})
 
 
 @pytest.mark.parametrize("tools", ['[{"name": "f", "\\ud800": 1, "\\ud800": 2}]', None], ids=["in text", "in the row"])
-def test_quarantine_of_a_key_with_a_lone_surrogate_escapes_it(workshop, tools):
+def test_quarantine_of_a_key_with_a_lone_surrogate_escapes_it(job_runner, tools):
     plain = {"prompt": [ASK], "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
     row = {**plain, "tools": tools} if tools else json.dumps(plain)[:-1] + ', "\\ud800": 1, "\\ud800": 2}'
-    [quarantined] = workshop.rows([plain, row]).table("quarantine.parquet")
+    [quarantined] = job_runner.rows([plain, row]).table("quarantine.parquet")
     assert quarantined["reason"] == "duplicate key" and "'\\ud800'" in quarantined["detail"]
 
 
 @pytest.mark.shared
-def test_pairs_with_tools_have_the_tokens_of_transformers(workshop, shared_data):
+@pytest.mark.slow
+def test_pairs_with_tools_have_the_tokens_of_transformers(job_runner, shared_data):
     """The template of Qwen 2.5 knows tools. Servers parse arguments in text, so templates get objects."""
     folder = shared_data / "tokenizers" / "qwen2.5"
     spelled = {**ASKED, "chosen": [{**CALL, "tool_calls": AS_TEXT}], "tools": json.dumps(TOOLS)}
     plain = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
-    done = workshop.pairs(
-        workshop.rows([ASKED, ANSWERED, spelled, plain], format="conversational"), workshop.tokenizer(folder)
+    done = job_runner.pairs(
+        job_runner.rows([ASKED, ANSWERED, spelled, plain], format="conversational"), job_runner.tokenizer(folder)
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for index, row in enumerate((ASKED, ANSWERED, ASKED)):
@@ -448,13 +449,13 @@ def _chosen_ids(done: Any, index: int) -> list[int]:
 
 
 @pytest.mark.shared
-def test_pairs_with_tools_that_the_template_does_not_write_are_dropped(workshop, tiny_chat, tmp_path):
+def test_pairs_with_tools_that_the_template_does_not_write_are_dropped(job_runner, tiny_chat, tmp_path):
     """The model would learn to call tools that the prompt does not mention."""
     text = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     (tmp_path / "plain.jinja").write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     plain = {"prompt": [ASK], "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
     rows = [plain, {**plain, "tools": TOOLS}, {**plain, "chosen": [CALL]}]
-    done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, tmp_path / "plain.jinja"))
+    done = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat, tmp_path / "plain.jinja"))
     assert done.pairs.rows.tolist() == [0]
     assert done.details.reasons == {"left out by the template": 2}
     assert done.details.dropped_examples[0]["detail"] == "the template does not write the tool 'weather'"
@@ -474,11 +475,11 @@ THOUGHT = {
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_pairs_with_reasoning_under_any_name_have_the_tokens_of_transformers(workshop, tiny_chat, tmp_path, name):
+def test_pairs_with_reasoning_under_any_name_have_the_tokens_of_transformers(job_runner, tiny_chat, tmp_path, name):
     """transformers treats the three names alike. This template, like many, drops the reasoning of earlier responses."""
     (tmp_path / "thinking.jinja").write_text(THINKING)
     row = {**THOUGHT, "chosen": [_message("assistant", "Wet.", **{name: "It is June."})]}
-    done = workshop.pairs(workshop.rows([row]), workshop.tokenizer(tiny_chat, tmp_path / "thinking.jinja"))
+    done = job_runner.pairs(job_runner.rows([row]), job_runner.tokenizer(tiny_chat, tmp_path / "thinking.jinja"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
     for side in ("chosen", "rejected"):
         turns = THOUGHT["prompt"] + row[side]
@@ -592,28 +593,29 @@ TEMPLATES = {
 
 @pytest.mark.shared
 @pytest.mark.parametrize(("turn", "row", "missing"), TEMPLATES.values(), ids=list(TEMPLATES))
-def test_pairs_that_the_template_writes_incompletely_are_dropped(workshop, tiny_chat, tmp_path, turn, row, missing):
+def test_pairs_that_the_template_writes_incompletely_are_dropped(job_runner, tiny_chat, tmp_path, turn, row, missing):
     (tmp_path / "own.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n" + turn + "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n" + (NAMES if NAMES in turn else "") + "{% endif %}"
     )
     train_on = "assistant_turns" if "generation" in turn else "last_response"
     plain = {"prompt": "Why?", "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
-    spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
-    done = workshop.pairs(workshop.rows([plain, row]), spec)
+    spec = job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
+    done = job_runner.pairs(job_runner.rows([plain, row]), spec)
     details = [drop["detail"] for drop in done.details.dropped_examples]
     assert done.details.left_out == len(details) == (missing is not None)
     assert all(detail.startswith(f"the template does not write {missing}") for detail in details)
 
 
 @pytest.mark.shared
-def test_pairs_with_deeply_nested_tools_are_kept_or_dropped(workshop, shared_data):
+@pytest.mark.slow
+def test_pairs_with_deeply_nested_tools_are_kept_or_dropped(job_runner, shared_data):
     """The recursion limit depends on the depth of the caller, so a row that was read may be too deep for the template."""
     deep = [f'[{{"name": "a", "p": {"[" * depth}{"]" * depth}}}]' for depth in range(100, 1000, 18)]
     rows: list[Any] = [{**ASKED, "tools": text} for text in deep]
     rows += [json.dumps({**ASKED, "tools": "?"}).replace('"?"', text) for text in deep]
-    done = workshop.rows([ASKED, *rows])
-    made = workshop.pairs(done, workshop.tokenizer(shared_data / "tokenizers" / "qwen2.5"))
+    done = job_runner.rows([ASKED, *rows])
+    made = job_runner.pairs(done, job_runner.tokenizer(shared_data / "tokenizers" / "qwen2.5"))
     assert len(made.pairs) + made.details.counts.dropped == done.details.counts.pairs > 1
     assert done.details.counts.rows_read == 101
 
@@ -622,24 +624,26 @@ ADDRESSED = "{% for m in messages %}{{ to or 'all' }}: {{ m.content }}<|im_end|>
 
 
 @pytest.mark.shared
-def test_pairs_with_template_arguments_override_the_recipes(workshop, tiny_chat, tmp_path):
+def test_pairs_with_template_arguments_override_the_recipes(job_runner, tiny_chat, tmp_path):
     (tmp_path / "addressed.jinja").write_text(ADDRESSED)
     plain = {"prompt": [ASK], "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
     rows = [{**plain, "chat_template_kwargs": {"to": "Bo", "unused": None}}, plain]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
+    read = job_runner.preferences({"path": str(tmp_path / "rows.parquet")})
     assert [row.get("chat_template_kwargs") for row in read.table("preferences.parquet")] == ['{"to": "Bo"}', None]
     assert (
-        read.made.fingerprint == workshop.rows(rows).made.fingerprint != workshop.rows([plain, plain]).made.fingerprint
+        read.made.fingerprint
+        == job_runner.rows(rows).made.fingerprint
+        != job_runner.rows([plain, plain]).made.fingerprint
     )
-    spec = workshop.tokenizer(tiny_chat, tmp_path / "addressed.jinja", template_kwargs={"to": "you"})
-    done, tokenizer = workshop.pairs(read, spec), AutoTokenizer.from_pretrained(tiny_chat)
+    spec = job_runner.tokenizer(tiny_chat, tmp_path / "addressed.jinja", template_kwargs={"to": "you"})
+    done, tokenizer = job_runner.pairs(read, spec), AutoTokenizer.from_pretrained(tiny_chat)
     for index, to in enumerate(("Bo", "you")):
         ids = tokenizer.apply_chat_template([ASK, *plain["chosen"]], chat_template=ADDRESSED, return_dict=False, to=to)
         assert _chosen_ids(done, index) == ids
 
 
-def test_split_ignores_ids_of_calls_and_earlier_reasoning(workshop):
+def test_split_ignores_ids_of_calls_and_earlier_reasoning(job_runner):
     """A template may drop both. Then these prompts have the same tokens."""
     rows = [
         {
@@ -652,12 +656,12 @@ def test_split_ignores_ids_of_calls_and_earlier_reasoning(workshop):
         }
         for n in range(80)
     ]  # fmt: skip
-    splits = [row["split"] for row in workshop.rows(rows, fraction=0.5).table("preferences.parquet")]
+    splits = [row["split"] for row in job_runner.rows(rows, fraction=0.5).table("preferences.parquet")]
     assert splits[::2] == splits[1::2] and set(splits) == {"train", "validation"}
 
 
-def test_fingerprint_covers_reasoning_but_not_its_name(workshop):
+def test_fingerprint_covers_reasoning_but_not_its_name(job_runner):
     other = {**THOUGHT, "chosen": [_message("assistant", "Wet.", reasoning_content="It is July.")]}
     same = {**THOUGHT, "chosen": [_message("assistant", "Wet.", thinking="It is June.")]}
-    fingerprints = [workshop.rows([row]).made.fingerprint for row in (THOUGHT, other, same)]
+    fingerprints = [job_runner.rows([row]).made.fingerprint for row in (THOUGHT, other, same)]
     assert fingerprints[0] == fingerprints[2] != fingerprints[1]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.training.workshop import Workshop, locations_of
+from tests.training.job_runner import JobRunner, locations_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
 from training.contract.store.artifact import Artifact
@@ -42,11 +42,11 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-class World:
+class Setup:
     """One store, in which files are read."""
 
     def __init__(self, folder: Path) -> None:
-        self.workshop, self.folder = Workshop(folder), folder
+        self.job_runner, self.folder = JobRunner(folder), folder
 
     def write(self, made: list[dict[str, Any]], suffix: str = ".jsonl", **columns: str) -> Path:
         """Write always the same file: its name is part of the artifact."""
@@ -67,20 +67,20 @@ class World:
         file = self.write(made, suffix, **columns)
         settings = PARTS | {"columns": [columns], "roles": [{}]} | settings
         where = locations_of([{"path": str(file), "format": "auto"}])
-        job = self.workshop.job("preferences", "raw_preferences", self.workshop.source(), settings, where)
+        job = self.job_runner.job("preferences", "raw_preferences", self.job_runner.source(), settings, where)
         for key in (job.store / "keys" / "raw_preferences").glob("*.json"):
-            key.unlink()  # the files are not part of this workshop's keys
-        return self.workshop.do(job)
+            key.unlink()  # the files are not part of the keys in this store
+        return self.job_runner.run(job)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "world")
+def setup(tmp_path: Path) -> Setup:
+    return Setup(tmp_path / "world")
 
 
 @pytest.fixture
-def cold(tmp_path: Path) -> World:
-    return World(tmp_path / "cold")
+def cold(tmp_path: Path) -> Setup:
+    return Setup(tmp_path / "cold")
 
 
 def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
@@ -91,61 +91,61 @@ def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_only_new_rows_are_converted(world: World, cold: World, suffix: str):
-    first = world.read(rows(300), suffix)
+def test_only_new_rows_are_converted(setup: Setup, cold: Setup, suffix: str):
+    first = setup.read(rows(300), suffix)
     good = first.details.counts.pairs
     assert first.details.cached_rows == 0 and good < 300
-    second = world.read(rows(320), suffix)
+    second = setup.read(rows(320), suffix)
     assert second.details.cached_rows == good
     assert_same(second, cold.read(rows(320), suffix))
 
 
-def test_rows_elsewhere_in_a_file_are_known(world: World, cold: World):
+def test_rows_elsewhere_in_a_file_are_known(setup: Setup, cold: Setup):
     """On other lines, twice, in other splits, and without duplicates."""
     made = rows(200)
-    world.read(made)
+    setup.read(made)
     moved = random.Random(0).sample([*made, *made[:40]], 220)
     changes: list[dict[str, Any]] = [{}, {"validation_fraction": 0.8}, {"duplicates": "drop"}, {"fractions": [0.5]}]
     for settings in (*changes, {"names": ["a"]}):
         defaults: dict[str, Any] = {"fractions": [1.0], "names": [None]}
-        second = world.read(moved, **defaults | settings)
+        second = setup.read(moved, **defaults | settings)
         assert second.details.cached_rows > 150
         assert_same(second, cold.read(moved, **defaults | settings))
 
 
-def test_a_mapped_column_is_checked_although_all_rows_are_known(world: World, cold: World):
+def test_a_mapped_column_is_checked_although_all_rows_are_known(setup: Setup, cold: Setup):
     mapped = {"chosen": "better"}
-    world.read(rows(50), mapped=mapped)
-    second = world.read(rows(60), mapped=mapped)
+    setup.read(rows(50), mapped=mapped)
+    second = setup.read(rows(60), mapped=mapped)
     assert second.details.cached_rows > 40
     assert_same(second, cold.read(rows(60), mapped=mapped))
-    assert world.read(rows(50)).details.cached_rows == 0, "another mapping"
+    assert setup.read(rows(50)).details.cached_rows == 0, "another mapping"
     for _ in range(2):
         with pytest.raises(DataError, match=r"nothere.*\[unknown-column\]$"):
-            world.read(rows(50), columns=[{"prompt": "nothere"}])
+            setup.read(rows(50), columns=[{"prompt": "nothere"}])
 
 
-def test_rows_of_a_corrupt_shard_are_converted_again(world: World, cold: World):
-    world.read(rows(50))
-    [shard] = (world.workshop.store / "pairs").glob("*/*/rows.arrow")
+def test_rows_of_a_corrupt_shard_are_converted_again(setup: Setup, cold: Setup):
+    setup.read(rows(50))
+    [shard] = (setup.job_runner.store / "pairs").glob("*/*/rows.arrow")
     flip(shard)
-    assert_same(world.read(rows(51)), cold.read(rows(51)))
-    assert list((world.workshop.store / "corrupt" / "pairs").glob("*/*"))
+    assert_same(setup.read(rows(51)), cold.read(rows(51)))
+    assert list((setup.job_runner.store / "corrupt" / "pairs").glob("*/*"))
 
 
-def test_a_line_that_is_not_utf8_is_not_taken_for_the_text_that_describes_it(world: World):
+def test_a_line_that_is_not_utf8_is_not_taken_for_the_text_that_describes_it(setup: Setup):
     """Its byte is shown as \\xff, and another row has these letters."""
     bad = b'{"prompt": "Why \xff?", "chosen": "a", "rejected": "b"}\n'
     shown = json.dumps({"prompt": "Why \\xff?", "chosen": "a", "rejected": "b"}).replace("\\\\", "\\")
     assert shown.encode() in bad.replace(b"\xff", b"\\xff")
     good = json.dumps({"prompt": "Why?", "chosen": "a", "rejected": "b"}) + "\n"
-    file = world.write([])
+    file = setup.write([])
     where = locations_of([{"path": str(file), "format": "auto"}])
     for _ in range(2):
         file.write_bytes(good.encode() + bad)
         where = locations_of([{"path": str(file), "format": "auto"}])
-        job = world.workshop.job("preferences", "raw_preferences", world.workshop.source(), PARTS, where)
+        job = setup.job_runner.job("preferences", "raw_preferences", setup.job_runner.source(), PARTS, where)
         for key in (job.store / "keys" / "raw_preferences").glob("*.json"):
             key.unlink()
-        made = world.workshop.do(job)
+        made = setup.job_runner.run(job)
         assert made.details.counts.pairs == made.details.counts.quarantined == 1

@@ -112,24 +112,24 @@ IN_CELL, IN_ROW = "byte 0xe9 at position 18 of `chosen`", "byte 0xe9 at position
         ("rows.jsonl", IN_ROW.format("line"), 1),
     ],
 )
-def test_preferences_in_cp1252_quarantine_each_row_with_its_byte(workshop, tmp_path, name, position, first):
+def test_preferences_in_cp1252_quarantine_each_row_with_its_byte(job_runner, tmp_path, name, position, first):
     """With a readable source, the rows are in quarantine. Without one, the error has the same detail."""
     (tmp_path / name).write_bytes(TEXTS[name].encode("cp1252"))
     source = {"path": str(tmp_path / name), "format": "strings"}
-    done = workshop.preferences(workshop.source(ROWS), source)
+    done = job_runner.preferences(job_runner.source(ROWS), source)
     rows = done.table("quarantine.parquet")
     assert [(row["line"], row["reason"]) for row in rows] == [(first + n, "invalid unicode") for n in range(4)]
     assert all(position in row["detail"] and "cp1252" in row["detail"] for row in rows)
     with pytest.raises(DataError, match=rf"line {first}\b") as caught:
-        workshop.preferences({**source, "format": "auto"})
+        job_runner.preferences({**source, "format": "auto"})
     assert rows[0]["detail"] in str(caught.value)
 
 
-def test_preferences_in_cp1252_with_ascii_texts_are_read(workshop, tmp_path):
+def test_preferences_in_cp1252_with_ascii_texts_are_read(job_runner, tmp_path):
     """Columns that are not read may have any encoding."""
     content = "prompt,chosen,rejected,note\nWhy?,Because.,No idea.,café\nWho?,Me.,Zoë.,\n"
     (tmp_path / "rows.csv").write_bytes(content.encode("cp1252"))
-    done = workshop.preferences({"path": str(tmp_path / "rows.csv")})
+    done = job_runner.preferences({"path": str(tmp_path / "rows.csv")})
     assert [row["prompt"][0]["content"] for row in done.table("preferences.parquet")] == ["Why?"]
     [row] = done.table("quarantine.parquet")
     assert (row["line"], row["detail"].partition(" is")[0]) == (3, "byte 0xeb at position 2 of `rejected`")
@@ -160,19 +160,19 @@ def test_read_line_cut_within_a_character_does_not_guess_cp1252(tmp_path):
     assert "byte 0xc3 at position 10" in record.problem.detail and "cp1252" not in record.problem.detail
 
 
-def test_preferences_with_a_lone_surrogate_in_json_name_it(workshop):
+def test_preferences_with_a_lone_surrogate_in_json_name_it(job_runner):
     """It is in the text, so another encoding of the file would not help."""
-    done = workshop.rows([ROWS[0], {**ROWS[1], "chosen": "a\udce9"}])
+    done = job_runner.rows([ROWS[0], {**ROWS[1], "chosen": "a\udce9"}])
     assert [row["detail"] for row in done.table("quarantine.parquet")] == ["`chosen` has a lone surrogate at 1"]
 
 
-def test_preferences_with_a_header_in_cp1252_name_the_byte(workshop, tmp_path):
+def test_preferences_with_a_header_in_cp1252_name_the_byte(job_runner, tmp_path):
     (tmp_path / "rows.csv").write_bytes("prompt,réponse,rejected\nWhy?,a,b\n".encode("cp1252"))
     error = r"rows\.csv: byte 0xe9 at position 1 .*\[column-name-encoding\]"
     with pytest.raises(DataError, match=error):
-        workshop.preferences({"path": str(tmp_path / "rows.csv")})
+        job_runner.preferences({"path": str(tmp_path / "rows.csv")})
     with pytest.raises(DataError, match=error):
-        workshop.preferences({"path": str(tmp_path / "rows.csv"), "columns": {"chosen": "réponse"}})
+        job_runner.preferences({"path": str(tmp_path / "rows.csv"), "columns": {"chosen": "réponse"}})
 
 
 SPLITS: list[tuple[dict[str, Any], dict[str, int]]] = [
@@ -191,9 +191,9 @@ def test_read_json_object_of_splits_names_its_fields(tmp_path, content, counts, 
     assert message.count("holds a list") == len(counts)
 
 
-def test_preferences_of_one_json_line_of_splits_name_its_fields(workshop):
+def test_preferences_of_one_json_line_of_splits_name_its_fields(job_runner):
     with pytest.raises(DataError, match=r"`train` .* 4 rows.*\[rows-in-object\]"):
-        workshop.rows([{"train": ROWS}])
+        job_runner.rows([{"train": ROWS}])
 
 
 SINGLE: list[dict[str, Any]] = [
@@ -223,6 +223,6 @@ def test_read_json_of_one_row_returns_it(tmp_path, row, indent):
         ("splits.json", r"`train` .* 4 rows.*\[rows-in-object\]"),
     ],
 )
-def test_preferences_of_a_spreadsheet_name_the_cause(workshop, shared_data, file, error):
+def test_preferences_of_a_spreadsheet_name_the_cause(job_runner, shared_data, file, error):
     with pytest.raises(DataError, match=error):
-        workshop.preferences({"path": str(shared_data.parent / "cases" / "06-excel-exports" / file)})
+        job_runner.preferences({"path": str(shared_data.parent / "cases" / "06-excel-exports" / file)})

@@ -80,8 +80,8 @@ def test_render_returns_the_text_of_transformers(shared_data, name):
             assert template.render(turns, prompt)["text"] == expected
 
 
-def test_spec_has_all_that_tokenizing_needs(workshop, tiny_chat):
-    done = workshop.tokenizer(tiny_chat, max_length=77, over_length="error")
+def test_spec_has_all_that_tokenizing_needs(job_runner, tiny_chat):
+    done = job_runner.tokenizer(tiny_chat, max_length=77, over_length="error")
     spec = TokenizationSpec.read(done.folder)
     assert (spec.max_length, spec.over_length, spec.train_on) == (77, "error", "last_response")
     assert spec.template == (tiny_chat / "chat_template.jinja").read_text()
@@ -96,7 +96,7 @@ def test_spec_has_all_that_tokenizing_needs(workshop, tiny_chat):
     assert str(tiny_chat) not in "".join(path.read_text() for path in done.folder.rglob("*.*") if path.is_file())
 
 
-def test_fingerprint_ignores_folder_padding_and_the_file_of_the_template(workshop, tiny_chat, copied):
+def test_fingerprint_ignores_folder_padding_and_the_file_of_the_template(job_runner, tiny_chat, copied):
     text = (tiny_chat / "chat_template.jinja").read_text()
     truncating = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
     same = [
@@ -110,25 +110,25 @@ def test_fingerprint_ignores_folder_padding_and_the_file_of_the_template(worksho
             chat_template=[{"name": "default", "template": text}, {"name": "rag", "template": "x"}],
         ),
     ]
-    assert len({workshop.tokenizer(folder).made.fingerprint for folder in same}) == 1
+    assert len({job_runner.tokenizer(folder).made.fingerprint for folder in same}) == 1
 
 
-def test_fingerprint_covers_every_ingredient(workshop, tiny_chat, copied, write):
+def test_fingerprint_covers_every_ingredient(job_runner, tiny_chat, copied, write):
     content = json.loads((tiny_chat / "tokenizer.json").read_text())
     tokens = [*content["added_tokens"], {**content["added_tokens"][0], "id": 2048, "content": "<|new|>"}]
     chatml = (tiny_chat / "chat_template.jinja").read_text()
     fingerprints = [
         done.made.fingerprint
         for done in (
-            workshop.tokenizer(tiny_chat),
-            workshop.tokenizer(copied("tokenizer.json", added_tokens=tokens)),
-            workshop.tokenizer(copied(eos_token="<|endoftext|>")),
-            workshop.tokenizer(tiny_chat, write(chatml.replace("assistant\\n", "assistant:\\n"))),
-            workshop.tokenizer(tiny_chat, write(chatml + "{# a comment #}")),
-            workshop.tokenizer(tiny_chat, template_kwargs={"enable_thinking": False}),
-            workshop.tokenizer(tiny_chat, train_on="assistant_turns"),
-            workshop.tokenizer(tiny_chat, max_length=1023),
-            workshop.tokenizer(tiny_chat, over_length="error"),
+            job_runner.tokenizer(tiny_chat),
+            job_runner.tokenizer(copied("tokenizer.json", added_tokens=tokens)),
+            job_runner.tokenizer(copied(eos_token="<|endoftext|>")),
+            job_runner.tokenizer(tiny_chat, write(chatml.replace("assistant\\n", "assistant:\\n"))),
+            job_runner.tokenizer(tiny_chat, write(chatml + "{# a comment #}")),
+            job_runner.tokenizer(tiny_chat, template_kwargs={"enable_thinking": False}),
+            job_runner.tokenizer(tiny_chat, train_on="assistant_turns"),
+            job_runner.tokenizer(tiny_chat, max_length=1023),
+            job_runner.tokenizer(tiny_chat, over_length="error"),
         )
     ]
     assert len(set(fingerprints)) == len(fingerprints)
@@ -158,21 +158,21 @@ def test_fingerprint_covers_every_ingredient(workshop, tiny_chat, copied, write)
         ),
     ],
 )
-def test_freeze_unusable_template_names_the_fix(workshop, tiny_chat, write, template, settings, error):
+def test_freeze_unusable_template_names_the_fix(job_runner, tiny_chat, write, template, settings, error):
     with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{error}"):
-        workshop.tokenizer(tiny_chat, write(template), **settings)
+        job_runner.tokenizer(tiny_chat, write(template), **settings)
 
 
-def test_freeze_template_that_takes_parts_only_from_the_user_accepts_it(workshop, tiny_chat, write):
+def test_freeze_template_that_takes_parts_only_from_the_user_accepts_it(job_runner, tiny_chat, write):
     text = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
     )
-    spec = TokenizationSpec.read(workshop.tokenizer(tiny_chat, write(text)).folder)
+    spec = TokenizationSpec.read(job_runner.tokenizer(tiny_chat, write(text)).folder)
     assert spec.end_of_turn == {"<|im_end|>": 1}
 
 
-def test_freeze_tokenizer_uses_the_template_of_a_processor(workshop, tiny_chat, copied):
+def test_freeze_tokenizer_uses_the_template_of_a_processor(job_runner, tiny_chat, copied):
     """transformers reads this file only for the processor of models that take images."""
     folder = copied(remove_template=True)
     text = (tiny_chat / "chat_template.jinja").read_text()
@@ -184,14 +184,14 @@ def test_freeze_tokenizer_uses_the_template_of_a_processor(workshop, tiny_chat, 
     ):
         (folder / "chat_template.json").write_text(content)
         with pytest.raises(TemplateError, match=rf"tokenization\.chat_template: .*{error}"):
-            workshop.tokenizer(folder)
+            job_runner.tokenizer(folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
-    assert workshop.tokenizer(folder).made.fingerprint == workshop.tokenizer(tiny_chat).made.fingerprint
+    assert job_runner.tokenizer(folder).made.fingerprint == job_runner.tokenizer(tiny_chat).made.fingerprint
     assert chat_template(folder, None) == text
 
 
-def test_freeze_template_with_a_clock_accepts_a_date_argument(workshop, tiny_chat, write):
-    done = workshop.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
+def test_freeze_template_with_a_clock_accepts_a_date_argument(job_runner, tiny_chat, write):
+    done = job_runner.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
     assert TokenizationSpec.read(done.folder).template_kwargs == {"date_string": "26 Jul 2024"}
 
 
@@ -200,22 +200,22 @@ ALWAYS_DATED = "{{ strftime_now('%d %B %Y') }}|{% for m in messages %}{{ m.conte
 
 
 @pytest.mark.parametrize(("template", "day"), [(DATED, "05 Mar 2026"), (ALWAYS_DATED, "05 March 2026")])
-def test_pairs_with_a_date_have_it_in_every_conversation(workshop, tiny_chat, write, template, day):
-    rows = workshop.rows([{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}])
-    spec = workshop.tokenizer(tiny_chat, write(template), date="2026-03-05")
-    prompt = workshop.pairs(rows, spec).pairs.prompt_ids(0)
+def test_pairs_with_a_date_have_it_in_every_conversation(job_runner, tiny_chat, write, template, day):
+    rows = job_runner.rows([{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}])
+    spec = job_runner.tokenizer(tiny_chat, write(template), date="2026-03-05")
+    prompt = job_runner.pairs(rows, spec).pairs.prompt_ids(0)
     assert load_tokenizer(tiny_chat).decode(prompt).replace(" ", "").startswith(day.replace(" ", ""))
-    other = workshop.tokenizer(tiny_chat, write(template), date="2026-03-06")
+    other = job_runner.tokenizer(tiny_chat, write(template), date="2026-03-06")
     assert len({done.made.fingerprint for done in (spec, other)}) == 2
 
 
-def test_fingerprint_covers_a_date_that_probes_do_not_show(workshop, tiny_chat, write):
+def test_fingerprint_covers_a_date_that_probes_do_not_show(job_runner, tiny_chat, write):
     """This template writes the date only for one question."""
     text = "{% for m in messages %}{% if m.content == 'When?' %}{{ strftime_now('%Y') }}{% endif %}{{ m.content }}|{% endfor %}"
-    rows = workshop.rows([{"prompt": prompt, "chosen": "Now.", "rejected": "No."} for prompt in ("When?", "Why?")])
+    rows = job_runner.rows([{"prompt": prompt, "chosen": "Now.", "rejected": "No."} for prompt in ("When?", "Why?")])
     days: list[dict[str, str]] = [{}, {"date": "2025-01-01"}, {"date": "2026-01-01"}]
-    specs = [workshop.tokenizer(tiny_chat, write(text), **day) for day in days]
-    undated, *dated = [workshop.pairs(rows, spec) for spec in specs]
+    specs = [job_runner.tokenizer(tiny_chat, write(text), **day) for day in days]
+    undated, *dated = [job_runner.pairs(rows, spec) for spec in specs]
     assert undated.details.reasons == {"rejected by the template": 1}
     assert undated.details.first_left_out.endswith("set `tokenization.date`")
     assert len({done.made.fingerprint for done in dated}) == 2 and len({spec.made.fingerprint for spec in specs}) == 3
@@ -251,56 +251,58 @@ def test_render_with_a_date_returns_the_text_of_transformers_on_that_day(tiny_ch
     assert ChatTemplate(tokenizer, {}, "2026-03-05").render([{"role": "user", "content": "x"}])["text"] == expected
 
 
-def test_freeze_template_that_rejects_the_marked_copy_accepts_it(workshop, tiny_chat, write):
+def test_freeze_template_that_rejects_the_marked_copy_accepts_it(job_runner, tiny_chat, write):
     refuse = "{% if 'mark' in m.content %}{{ raise_exception('no') }}{% endif %}"
     text = "{% for m in messages %}" + refuse + "{{ m.content }}|{% endfor %}"
-    assert workshop.tokenizer(tiny_chat, write(text)).details.template == text
+    assert job_runner.tokenizer(tiny_chat, write(text)).details.template == text
 
 
-def test_freeze_failing_template_with_a_date_names_the_templates_line(workshop, tiny_chat, write):
+def test_freeze_failing_template_with_a_date_names_the_templates_line(job_runner, tiny_chat, write):
     for text in ("one\n\n{{ messages[0].no.no }}", "one\n\n{% endif %}"):
         with pytest.raises(TemplateError, match=r"template\.jinja, line 3, .*\[template-fails\]"):
-            workshop.tokenizer(tiny_chat, write(text), date="2026-03-05")
+            job_runner.tokenizer(tiny_chat, write(text), date="2026-03-05")
 
 
-def test_freeze_template_with_an_unused_date_notes_it(workshop, tiny_chat):
-    assert "`tokenization.date` changes nothing" in workshop.tokenizer(tiny_chat, date="2026-03-05").events.read_text()
+def test_freeze_template_with_an_unused_date_notes_it(job_runner, tiny_chat):
+    assert (
+        "`tokenization.date` changes nothing" in job_runner.tokenizer(tiny_chat, date="2026-03-05").events.read_text()
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3"])
-def test_freeze_tokenizer_without_a_template_needs_one_of_the_recipe(workshop, shared_data, write, name):
+def test_freeze_tokenizer_without_a_template_needs_one_of_the_recipe(job_runner, shared_data, write, name):
     folder = shared_data / "tokenizers" / name
     with pytest.raises(TemplateError, match=r"tokenization\.chat_template.*\[no-chat-template\]"):
-        workshop.tokenizer(folder)
-    done = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
+        job_runner.tokenizer(folder)
+    done = job_runner.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
     assert list(done.details.end_of_turn.values()) == [1]
 
 
-def test_freeze_files_that_changed_since_they_were_hashed_raises(workshop, tiny_chat, copied, write):
+def test_freeze_files_that_changed_since_they_were_hashed_raises(job_runner, tiny_chat, copied, write):
     folder, template = copied(), write((tiny_chat / "chat_template.jinja").read_text())
     hashes = {name: hash_file(path) for name, path in tokenizer_files(folder).items()}
     recorded = {"files": hashes, "chat_template": hash_file(template)}
-    assert workshop.tokenizer(folder, template, **recorded).details.files == hashes
+    assert job_runner.tokenizer(folder, template, **recorded).details.files == hashes
     with pytest.raises(DataError, match=r"tokenizer\.json .*0{12} .* [0-9a-f]{12}.*\[file-changed\]"):
-        workshop.tokenizer(folder, template, **{**recorded, "files": {**hashes, "tokenizer.json": "0" * 64}})
+        job_runner.tokenizer(folder, template, **{**recorded, "files": {**hashes, "tokenizer.json": "0" * 64}})
     write(template.read_text() + "{# since #}")
     with pytest.raises(DataError, match=r"template\.jinja .*\[file-changed\]"):
-        workshop.tokenizer(folder, template, **recorded)
+        job_runner.tokenizer(folder, template, **recorded)
     (folder / "added_tokens.json").write_text("{}")
     with pytest.raises(DataError, match=r"added_tokens\.json .*\[file-changed\]"):
-        workshop.tokenizer(folder, None, **recorded)
+        job_runner.tokenizer(folder, None, **recorded)
 
 
-def test_freeze_folders_without_a_fast_tokenizer_names_them(workshop, tmp_path, tiny_chat):
+def test_freeze_folders_without_a_fast_tokenizer_names_them(job_runner, tmp_path, tiny_chat):
     with pytest.raises(TemplateError, match=r"^recipe\.yaml:7: tokenization\.tokenizer: .*/nowhere ") as caught:
-        workshop.tokenizer(tmp_path / "nowhere")
+        job_runner.tokenizer(tmp_path / "nowhere")
     assert caught.value.code == "unloadable-tokenizer"
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')
     with pytest.raises(TemplateError, match=r"CanineTokenizer.*\[slow-tokenizer\]"):
-        workshop.tokenizer(tmp_path)
+        job_runner.tokenizer(tmp_path)
     with pytest.raises(TemplateError, match=r"missing\.jinja.*\[unreadable-chat-template\]"):
-        workshop.tokenizer(tiny_chat, tmp_path / "missing.jinja")
+        job_runner.tokenizer(tiny_chat, tmp_path / "missing.jinja")
 
 
 def test_freeze_tokenizer_that_saving_changes_raises(tmp_path, tiny_chat):
@@ -317,8 +319,8 @@ def test_render_rejected_role_raises_the_templates_message(tiny_chat):
     assert ChatTemplate(tokenizer, {}).render([{"role": "user", "content": "x"}])["text"] == "user: x<|im_end|>"
 
 
-def test_freeze_template_without_an_end_of_turn_notes_it(workshop, tiny_chat, write):
-    done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
+def test_freeze_template_without_an_end_of_turn_notes_it(job_runner, tiny_chat, write):
+    done = job_runner.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
     assert TokenizationSpec.read(done.folder).end_of_turn == {}
     assert "no control token" in done.events.read_text()
 
@@ -338,10 +340,12 @@ CHATML = """\
 @pytest.mark.parametrize(
     ("train_on", "inside"), [("assistant_turns", True), ("assistant_turns", False), ("last_response", False)]
 )
-def test_freeze_template_with_the_end_of_turn_outside_generation_notes_it(workshop, tiny_chat, write, train_on, inside):
+def test_freeze_template_with_the_end_of_turn_outside_generation_notes_it(
+    job_runner, tiny_chat, write, train_on, inside
+):
     end = "{{- '<|im_end|>' }}"
     text = CHATML.replace("INSIDE", end if inside else "").replace("OUTSIDE", "" if inside else "<|im_end|>")
-    done = workshop.tokenizer(tiny_chat, write(text), train_on=train_on)
+    done = job_runner.tokenizer(tiny_chat, write(text), train_on=train_on)
     notes = [note for note in done.details.notes if "outside {% generation %}" in note]
     assert bool(notes) == (train_on == "assistant_turns" and not inside)
     assert all("<|im_end|>" in note and note in done.events.read_text() for note in notes)

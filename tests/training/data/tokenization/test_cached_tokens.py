@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.workshop import NAMED, Workshop, hashes_of
+from tests.training.job_runner import NAMED, JobRunner, hashes_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
 from training.contract.protocol.job import Job
@@ -27,38 +27,38 @@ def rows(count: int) -> list[tuple[str, str, str]]:
     return [*ODD, *((f"Question {n}?", f"Answer {n}.", f"No {n * n}.") for n in range(count))]
 
 
-class World:
+class Setup:
     """One store, in which rows are read and tokenized."""
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
-        self.workshop, self.tokenizer, self.count = Workshop(folder), tokenizer, 0
+        self.job_runner, self.tokenizer, self.count = JobRunner(folder), tokenizer, 0
 
     def job(self, pairs: list[tuple[str, str, str]], template: Path | None = None, **rules: Any) -> Job:
-        self.workshop.folder.mkdir(parents=True, exist_ok=True)
-        file = self.workshop.folder / f"rows{self.count}.jsonl"
+        self.job_runner.folder.mkdir(parents=True, exist_ok=True)
+        file = self.job_runner.folder / f"rows{self.count}.jsonl"
         self.count += 1
         file.write_text(
             "".join(json.dumps({"prompt": p, "chosen": c, "rejected": r}) + "\n" for p, c, r in pairs), encoding="utf-8"
         )
-        raw = self.workshop.read(file, 0.2)
+        raw = self.job_runner.read(file, 0.2)
         where = {"tokenizer": str(self.tokenizer), "chat_template": str(template) if template else None, "named": NAMED}
         settings = RULES | rules | hashes_of(self.tokenizer, template)
-        spec = self.workshop.do(self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
+        spec = self.job_runner.run(self.job_runner.job("tokenizer", "tokenization_spec", {}, settings, where))
         inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-        return self.workshop.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED})
+        return self.job_runner.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED})
 
     def tokenize(self, pairs: list[tuple[str, str, str]], template: Path | None = None, **rules: Any) -> Artifact[Any]:
-        return self.workshop.do(self.job(pairs, template, **rules))
+        return self.job_runner.run(self.job(pairs, template, **rules))
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_chat: Path) -> World:
-    return World(tmp_path / "world", tiny_chat)
+def setup(tmp_path: Path, tiny_chat: Path) -> Setup:
+    return Setup(tmp_path / "world", tiny_chat)
 
 
 @pytest.fixture
-def cold(tmp_path: Path, tiny_chat: Path) -> World:
-    return World(tmp_path / "cold", tiny_chat)
+def cold(tmp_path: Path, tiny_chat: Path) -> Setup:
+    return Setup(tmp_path / "cold", tiny_chat)
 
 
 def counted(made: Artifact[Any]) -> tuple[int, int]:
@@ -72,47 +72,47 @@ def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
     assert differing <= OF_THE_PASS
 
 
-def test_only_new_rows_are_tokenized(world: World, cold: World):
+def test_only_new_rows_are_tokenized(setup: Setup, cold: Setup):
     before, after = rows(400), rows(420)
-    first = world.tokenize(before)
+    first = setup.tokenize(before)
     assert counted(first) == (402, 0)
     assert first.details.counts.dropped == 2 and len(first.details.reasons) == 2
-    second = world.tokenize(after)
+    second = setup.tokenize(after)
     assert counted(second) == (20, 402)
     assert_same(second, cold.tokenize(after))
 
 
-def test_rows_in_another_order_are_known(world: World, cold: World):
+def test_rows_in_another_order_are_known(setup: Setup, cold: Setup):
     """Also twice, and with some rows missing."""
     before = rows(300)
-    world.tokenize(before)
+    setup.tokenize(before)
     after = random.Random(0).sample([*before, *before[:50]], 250)
-    second = world.tokenize(after)
+    second = setup.tokenize(after)
     assert counted(second) == (0, 250)
     assert_same(second, cold.tokenize(after))
 
 
-def test_another_rule_shares_no_rows(world: World):
-    world.tokenize(rows(30))
-    assert counted(world.tokenize(rows(30), max_length=80)) == (32, 0)
-    assert counted(world.tokenize(rows(30), template_kwargs={"unused": 1})) == (32, 0)
-    assert counted(world.tokenize(rows(31))) == (1, 32)
+def test_another_rule_shares_no_rows(setup: Setup):
+    setup.tokenize(rows(30))
+    assert counted(setup.tokenize(rows(30), max_length=80)) == (32, 0)
+    assert counted(setup.tokenize(rows(30), template_kwargs={"unused": 1})) == (32, 0)
+    assert counted(setup.tokenize(rows(31))) == (1, 32)
 
 
-def test_rows_of_a_corrupt_shard_are_tokenized_again(world: World, cold: World):
-    world.tokenize(rows(40))
-    [shard] = (world.workshop.store / "tokens").glob("*/*/rows.arrow")
+def test_rows_of_a_corrupt_shard_are_tokenized_again(setup: Setup, cold: Setup):
+    setup.tokenize(rows(40))
+    [shard] = (setup.job_runner.store / "tokens").glob("*/*/rows.arrow")
     flip(shard)
-    assert_same(world.tokenize(rows(41)), cold.tokenize(rows(41)))
-    assert list((world.workshop.store / "corrupt" / "tokens").glob("*/*"))
+    assert_same(setup.tokenize(rows(41)), cold.tokenize(rows(41)))
+    assert list((setup.job_runner.store / "corrupt" / "tokens").glob("*/*"))
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_pair_that_is_too_long_is_an_error_also_from_the_cache(world: World, is_cached: bool):
-    job = world.job(rows(10), over_length="error")
+def test_a_pair_that_is_too_long_is_an_error_also_from_the_cache(setup: Setup, is_cached: bool):
+    job = setup.job(rows(10), over_length="error")
     for _ in range(1 + is_cached):
         with pytest.raises(DataError, match=r"row 0 \(rows0.jsonl, line 1\) has .*\[pair-too-long\]$"):
-            world.workshop.do(job)
+            setup.job_runner.run(job)
 
 
 PROGRAM = """
@@ -134,21 +134,21 @@ main.make(Job.read(Path(sys.argv[1])), ALONE)
 """
 
 
-def test_a_killed_pass_resumes(world: World, cold: World):
-    job = world.job(rows(400))
+def test_a_killed_pass_resumes(setup: Setup, cold: Setup):
+    job = setup.job(rows(400))
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(job.path)]) as killed:
         shards = job.store / "tokens"
         while len(list(shards.glob("*/*"))) < 3 and killed.poll() is None:
             time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
-    made = world.workshop.do(job)
+    made = setup.job_runner.run(job)
     tokenized, cached = counted(made)
     assert tokenized + cached == 402 and 48 <= cached < 402
     assert_same(made, cold.tokenize(rows(400)))
 
 
-def test_a_row_that_fills_the_memory_is_dropped(world: World, tmp_path: Path):
+def test_a_row_that_fills_the_memory_is_dropped(setup: Setup, tmp_path: Path):
     """The template is harmless for the probes."""
     template = tmp_path / "hostile.jinja"
     template.write_text(
@@ -156,7 +156,7 @@ def test_a_row_that_fills_the_memory_is_dropped(world: World, tmp_path: Path):
         "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    made = world.tokenize(rows(20), template)
+    made = setup.tokenize(rows(20), template)
     assert made.details.counts.dropped == 3 and made.details.counts.pairs == 19
     [detail] = [drop["detail"] for drop in made.details.dropped_examples if drop["row"] == 9]
     assert "more than 2 GiB of memory" in detail

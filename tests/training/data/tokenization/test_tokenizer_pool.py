@@ -31,19 +31,19 @@ def three_processes(monkeypatch):
 @pytest.mark.shared
 @pytest.mark.parametrize("train_on", ["last_response", "assistant_turns"])
 def test_pairs_of_several_processes_equal_those_of_one(
-    workshop, shared_data, tiny_chat, request, monkeypatch, train_on
+    job_runner, shared_data, tiny_chat, request, monkeypatch, train_on
 ):
     """Ten batches of 2,400 real rows. Nearly half are too long, and the template rejects some."""
     with (shared_data / "preferences-real.jsonl").open("rb") as file:
         rows = [json.loads(line) for _, line in zip(range(2400), file, strict=False)]
     rows[7]["prompt"] = [*rows[7]["prompt"][:1], {"role": "system", "content": "Late."}, *rows[7]["prompt"][-1:]]
     rows[1900]["chosen"][0]["content"] += "<|im_end|>"
-    read, spec = workshop.rows(rows), workshop.tokenizer(tiny_chat, train_on=train_on, max_length=256)
-    alone = workshop.pairs(read, spec)
+    read, spec = job_runner.rows(rows), job_runner.tokenizer(tiny_chat, train_on=train_on, max_length=256)
+    alone = job_runner.pairs(read, spec)
     shutil.rmtree(alone.folder.parents[1] / "tokens")
     assert alone.details.counts.dropped > 800 and len(alone.details.reasons) > 1
     request.getfixturevalue("three_processes")
-    together = workshop.pairs(read, spec)
+    together = job_runner.pairs(read, spec)
     assert together.made.fingerprint == alone.made.fingerprint
     differing = {name for name, value in alone.details.items() if together.details[name] != value}
     assert differing <= {"provenance"}

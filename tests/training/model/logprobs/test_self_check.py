@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from tests import factories
 from tests.training.model.architectures import build
 from tests.training.runs import settings
-from tests.training.worlds import VOCABULARY, TinyWorld
+from tests.training.tiny_inputs import VOCABULARY, TinyInputs
 from training.contract.errors import ModelError
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import JobKind
@@ -111,14 +111,14 @@ JOBS: list[tuple[JobKind, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "job_settings"), JOBS, ids=[kind for kind, _ in JOBS])
-def test_jobs_run_the_self_check_on_their_model(tiny_world: TinyWorld, kind: JobKind, job_settings: dict[str, Any]):
-    for file in tiny_world.model.iterdir():
+def test_jobs_run_the_self_check_on_their_model(tiny_inputs: TinyInputs, kind: JobKind, job_settings: dict[str, Any]):
+    for file in tiny_inputs.model.iterdir():
         file.unlink()
     build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": VOCABULARY}).save_pretrained(
-        tiny_world.model
+        tiny_inputs.model
     )
     with pytest.raises(ModelError, match=r"\[self-check\]"):
-        importlib.import_module(WORK[kind]).run(tiny_world.job(kind, job_settings), ALONE, EventWriter(None))
+        importlib.import_module(WORK[kind]).run(tiny_inputs.job(kind, job_settings), ALONE, EventWriter(None))
 
 
 def test_a_model_with_nan_log_probs_passes(check_notes):

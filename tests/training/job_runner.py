@@ -24,7 +24,7 @@ NAMED = {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "
 
 
 @dataclass(frozen=True)
-class Workshop:
+class JobRunner:
     """Runs real jobs in this process, one after the other, and publishes their artifacts in its own store."""
 
     folder: Path
@@ -71,18 +71,18 @@ class Workshop:
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(rows), "format": "auto"}])
-        return self.do(self.job("preferences", "raw_preferences", self.source(), settings, where))
+        return self.run(self.job("preferences", "raw_preferences", self.source(), settings, where))
 
     def tokenize(self, raw: Artifact[Any], tokenizer: Path, rules: dict[str, Any]) -> Artifact[Any]:
         """Tokenize the pairs of `raw` with the tokenizer in the folder `tokenizer`."""
         where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
         settings = {**rules, **hashes_of(tokenizer)}
-        spec = self.do(self.job("tokenizer", "tokenization_spec", {}, settings, where))
+        spec = self.run(self.job("tokenizer", "tokenization_spec", {}, settings, where))
         inputs: dict[str, Artifact[Any] | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-        return self.do(self.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
+        return self.run(self.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
 
     @staticmethod
-    def do(job: Job) -> Artifact[Any]:
+    def run(job: Job) -> Artifact[Any]:
         main.make(job, ALONE)
         made = Store(job.store).find(KINDS[job.artifact], job.derivation.key)
         assert made is not None

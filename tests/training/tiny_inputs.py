@@ -24,7 +24,7 @@ Examples = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class TinyWorld:
+class TinyInputs:
     """Folders of a job's input artifacts, and their pairs."""
 
     root: Path
@@ -42,10 +42,10 @@ class TinyWorld:
     def reference(self) -> Path:
         return self.root / "reference"
 
-    def copied_to(self, root: Path) -> "TinyWorld":
+    def copied_to(self, root: Path) -> "TinyInputs":
         """Return a copy that may be changed."""
         shutil.copytree(self.root, root, dirs_exist_ok=True)
-        return TinyWorld(root, copy.deepcopy(self.examples))
+        return TinyInputs(root, copy.deepcopy(self.examples))
 
     def job(self, kind: JobKind, settings: dict[str, Any], name: str = "job", **compute: Any) -> Job:
         folders = {
@@ -78,23 +78,23 @@ class TinyWorld:
         return [e for e in self.examples if e["split"] == name]
 
 
-def build_world(
+def build_tiny_inputs(
     root: Path,
     train: int = 38,
     validation: int = 7,
     attention_dropout: float = 0.0,
     tied: bool = True,
     arrange: Callable[[Examples], Examples] = list,
-) -> TinyWorld:
-    """Write a tiny world into `root`. `arrange` may change or reorder its examples before."""
+) -> TinyInputs:
+    """Write tiny inputs into `root`. `arrange` may change or reorder its examples before."""
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.2}
     model = factories.llama(**shape, attention_dropout=attention_dropout, tie_word_embeddings=tied)
     examples = arrange(_random_examples(train, validation))
-    world = TinyWorld(root, examples)
-    model.save_pretrained(world.model)
-    _write_pairs(world)
-    write_reference(world, model)
-    return world
+    inputs = TinyInputs(root, examples)
+    model.save_pretrained(inputs.model)
+    _write_pairs(inputs)
+    write_reference(inputs, model)
+    return inputs
 
 
 def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
@@ -113,19 +113,19 @@ def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
     return examples
 
 
-def _write_pairs(world: TinyWorld) -> None:
+def _write_pairs(inputs: TinyInputs) -> None:
     words = [f"w{number}" for number in range(VOCABULARY)]
-    factories.word_tokenizer(words).save_pretrained(world.pairs / "tokenizer")
-    table = pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA)
-    with pa.OSFile(str(world.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+    factories.word_tokenizer(words).save_pretrained(inputs.pairs / "tokenizer")
+    table = pa.Table.from_pylist(inputs.examples, schema=PAIRS_SCHEMA)
+    with pa.OSFile(str(inputs.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
         stream.write_table(table)
 
 
-def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
+def write_reference(inputs: TinyInputs, model: PreTrainedModel) -> None:
     """Write the table of reference log-probs of `model`, computed by plain transformers in its dtype."""
-    world.reference.mkdir(exist_ok=True)
+    inputs.reference.mkdir(exist_ok=True)
     with torch.no_grad():
-        logprobs = [[float(world.plain_logprob(model, each, side)) for side in SIDES] for each in world.examples]
-    tokens = [[sum(each[f"{side}_mask"]) for side in SIDES] for each in world.examples]
+        logprobs = [[float(inputs.plain_logprob(model, each, side)) for side in SIDES] for each in inputs.examples]
+    tokens = [[sum(each[f"{side}_mask"]) for side in SIDES] for each in inputs.examples]
     dtype = str(model.dtype).removeprefix("torch.")
-    LogProbTable(np.array(logprobs), np.array(tokens, dtype=np.int32), "plain", dtype).write(world.reference)
+    LogProbTable(np.array(logprobs), np.array(tokens, dtype=np.int32), "plain", dtype).write(inputs.reference)
