@@ -19,7 +19,7 @@ from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.protocol.settings import TokenizerIdentity
 from training.contract.protocol.spec_files import TokenizationSpec
 from training.contract.store.artifact import Artifact
-from training.contract.store.artifact_kind import DetailsT
+from training.contract.store.artifact_kind import Details, DetailsT
 from training.contract.store.logprob_cache import SCORING_VERSION
 from training.contract.store.manifest import Derivation, Source
 from training.distributed import ALONE, Group
@@ -140,6 +140,12 @@ def details(model: type[DetailsT], **fields: Any) -> DetailsT:
     }
     counts = required.get("counts", {}) | fields.get("counts", {})
     return model.model_validate({**required, **fields, **({"counts": counts} if counts else {})})
+
+
+def differing(details: Details, other: Details) -> set[str]:
+    """Return the names of the stored fields of which only one has a value, or whose values differ."""
+    one, two = details.to_json(), other.to_json()
+    return {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
 
 
 def job_input(kind: str, source: Input | Artifact[Any] | Path) -> Input:

@@ -29,7 +29,7 @@ class Done:
         self.made, self.folder, self.events = made, made.folder, job.events
 
     @property
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Any:
         return self.made.details
 
     def table(self, name: str) -> list[dict[str, Any]]:

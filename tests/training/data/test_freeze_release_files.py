@@ -38,7 +38,7 @@ def test_release_files_have_the_eos_tokens_and_the_tokenizer_settings(collect):
         **{"do_sample": False, "temperature": 0.0},
     }
     assert read(release.folder, "tokenizer/tokenizer_config.json")["pad_token"] == "<|endoftext|>"
-    assert release.details.notes == []
+    assert release.details.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_preferences_of_published_files_have_the_known_counts(job_runner, shared
     format, rows, pairs = PUBLISHED[file]
     done = job_runner.preferences({"path": str(shared_data / file)})
     counts = done.details.counts
-    assert (counts["rows_read"], counts["pairs"], counts["quarantined"]) == (rows, pairs, rows - pairs)
+    assert (counts.rows_read, counts.pairs, counts.quarantined) == (rows, pairs, rows - pairs)
     assert list(done.details.formats.values()) == [format]
     assert len(done.table("preferences.parquet")) == pairs
     assert len(done.table("quarantine.parquet")) == rows - pairs == sum(done.details.reasons.values())
@@ -76,7 +76,7 @@ def test_preferences_with_bad_rows_quarantine_each_with_its_reason(job_runner):
     bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
     done = job_runner.rows([GOOD, *bad])
     counts = {"rows_read": 5, "pairs": 1, "quarantined": 4, "left_out": 0, "train": 1, "validation": 0}
-    assert done.details.counts == counts | {"duplicates": 0, "conflicting": 0}
+    assert done.details.counts.model_dump() == counts | {"duplicates": 0, "conflicting": 0}
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
         (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_preferences_count_duplicates_and_conflicts_and_drop_duplicates_on_reque
     kept, dropped = (job_runner.preferences(*sources, duplicates=rule) for rule in ("keep", "drop"))
     counts = {"rows_read": 11, "quarantined": 1, "left_out": 0, "duplicates": 5, "conflicting": 1}
     for done, pairs in ((kept, 10), (dropped, 5)):
-        assert done.details.counts.items() >= (counts | {"pairs": pairs}).items()
+        assert done.details.counts.model_dump().items() >= (counts | {"pairs": pairs}).items()
         assert len(done.table("preferences.parquet")) == pairs
         assert ": 1, the first: b.jsonl, line 1" in _notes(done)
         assert ": 5, the first: a.jsonl, line 6" in _notes(done)
@@ -273,10 +273,10 @@ def test_fraction_of_a_source_samples_prompts_and_stays_when_data_grows(job_runn
         done = job_runner.preferences(sampled, {"path": str(tmp_path / "own.jsonl")}, fraction=0.3)
         table, counts = done.table("preferences.parquet"), done.details.counts
         kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
-        assert counts["pairs"] == len(table) == len(kept) + 20
-        assert (counts["rows_read"], counts["quarantined"]) == (len(lines) + 1 + 20, 1)
+        assert counts.pairs == len(table) == len(kept) + 20
+        assert (counts.rows_read, counts.quarantined) == (len(lines) + 1 + 20, 1)
         left_out = len(lines) - len(kept)
-        assert counts["left_out"] == left_out
+        assert counts.left_out == left_out
         assert (f"{left_out} rows " in _notes(done)) == (left_out > 0)
         return kept
 

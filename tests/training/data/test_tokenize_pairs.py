@@ -113,13 +113,13 @@ def test_pairs_whose_prompt_is_not_a_prefix_are_dropped_with_the_tokens(job_runn
     done = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat, _template(tmp_path, text)))
     assert done.details.prefix_violations == 1
     [drop] = done.details.dropped_examples
-    assert (drop["row"], drop["reason"]) == (0, "prompt is not a prefix")
+    assert (drop.row, drop.reason) == (0, "prompt is not a prefix")
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
     start = len(tokenizer(prompt)["input_ids"])
     ids = tokenizer(prompt + "<think>")["input_ids"][start:], tokenizer(prompt + "Because.")["input_ids"][start:]
-    assert f"at token {start} of {start + len(ids[0])}" in drop["detail"]
-    assert all(f"{part[0]} {tokenizer.convert_ids_to_tokens(part[0])!r}" in drop["detail"] for part in ids)
+    assert f"at token {start} of {start + len(ids[0])}" in drop.detail
+    assert all(f"{part[0]} {tokenizer.convert_ids_to_tokens(part[0])!r}" in drop.detail for part in ids)
 
 
 def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(job_runner, tiny_chat, tmp_path):
@@ -132,8 +132,8 @@ def test_pairs_whose_prompt_is_not_a_prefix_name_the_switch_once(job_runner, tin
     done = job_runner.pairs(job_runner.rows([_row(), _row("When?"), thought]), spec)
     first, second = done.details.dropped_examples
     advice = "`enable_thinking: false` in `tokenization.template_kwargs`"
-    assert advice in first["detail"] and advice not in second["detail"]
-    assert done.details.first_prefix_violation == f"row 0, {first['detail']}"
+    assert advice in first.detail and advice not in second.detail
+    assert done.details.first_prefix_violation == f"row 0, {first.detail}"
 
 
 def test_pairs_that_the_template_rejects_have_its_message(job_runner, tiny_chat, tmp_path):
@@ -143,7 +143,7 @@ def test_pairs_that_the_template_rejects_have_its_message(job_runner, tiny_chat,
     )
     spec = job_runner.tokenizer(tiny_chat, _template(tmp_path, text))
     done = job_runner.pairs(job_runner.rows([_row(), _row(system="Be kind.")]), spec)
-    assert done.details.dropped_examples == [
+    assert [dict(drop) for drop in done.details.dropped_examples] == [
         {"row": 1, "reason": "rejected by the template", "detail": "System role not supported"}
     ]
 
@@ -158,7 +158,7 @@ def test_pairs_that_the_template_rejects_have_its_message(job_runner, tiny_chat,
 def test_pairs_with_an_end_of_turn_in_a_response_are_dropped(job_runner, tiny_chat, row, reason):
     done = job_runner.pairs(job_runner.rows([_row(), row]), job_runner.tokenizer(tiny_chat))
     assert done.details.reasons == {reason: 1}
-    assert "'<|im_end|>' 2 times" in done.details.dropped_examples[0]["detail"]
+    assert "'<|im_end|>' 2 times" in done.details.dropped_examples[0].detail
 
 
 def test_pairs_of_responses_with_the_same_tokens_are_dropped(job_runner, tiny_chat, tmp_path):
@@ -376,24 +376,24 @@ def test_pairs_artifact_has_consistent_files_counts_and_details(job_runner, tiny
     )
     pairs, counts = done.pairs, done.details.counts
     assert {path.name for path in done.folder.iterdir()} == {"manifest.json", "pairs.arrow", "tokenizer"}
-    assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details.reasons.values()) == counts["dropped"]
+    assert counts.pairs + counts.dropped == 300 and sum(done.details.reasons.values()) == counts.dropped
     train, validation = pairs.indices("train"), pairs.indices("validation")
-    assert (len(train), len(validation)) == (counts["train"], counts["validation"])
+    assert (len(train), len(validation)) == (counts.train, counts.validation)
     assert sorted([*train, *validation]) == list(range(len(pairs)))
-    assert counts["prompt_tokens"] == pairs.prompt_lengths.sum()
+    assert counts.prompt_tokens == pairs.prompt_lengths.sum()
     for side in SIDES:
-        assert counts[f"{side}_tokens"] == (pairs.lengths(side) - pairs.prompt_lengths).sum()
-        assert sum(done.details.histogram[side]) == len(pairs)
+        assert getattr(counts, f"{side}_tokens") == (pairs.lengths(side) - pairs.prompt_lengths).sum()
+        assert sum(getattr(done.details.histogram, side)) == len(pairs)
         assert done.details.percentiles[side]["p50"] == np.median(pairs.lengths(side))
         assert done.details.percentiles[side]["p100"] == pairs.lengths(side).max()
     assert (done.details.empty_masks, done.details.shared_prompts) == (0, 0)
     assert done.details.first_shared_prompt == ""
-    assert done.details.examples[0]["chosen"].endswith("<|im_end|>\n")
+    assert done.details.examples[0].chosen.endswith("<|im_end|>\n")
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
     [*_, last] = [event for event in events if event["event"] == "progress"]
     assert last["done"] == last["total"] == 300
     [first, *_] = done.details.dropped_examples
-    values = (f"{counts['dropped']} pairs", "over max_length", f"row {first['row']}, {first['detail']}")
+    values = (f"{counts.dropped} pairs", "over max_length", f"row {first.row}, {first.detail}")
     assert all(value in events[-1]["text"] for value in values)
 
 

@@ -180,7 +180,7 @@ def test_evaluation_metrics_are_means_over_pairs(evaluation, expected):
         abs=1e-3,
     )
     assert evaluation.details.metrics == metrics
-    assert evaluation.details.interval == list(wilson_interval(won / len(expected), len(expected)))
+    assert evaluation.details.interval == wilson_interval(won / len(expected), len(expected))
 
 
 @pytest.mark.shared
@@ -496,7 +496,7 @@ def test_report_shows_messages_or_decoded_tokens_without_them(setup, tmp_path):
     assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
     for shown, sample in zip(made.details.samples, frozen, strict=True):
         prompt = text_of(lines[sample["row"]]["prompt"])
-        assert shown == {**sample, "prompt": prompt[-500:]} | {
+        assert dict(shown) == {**sample, "prompt": prompt[-500:]} | {
             name: sample[name][:500] for name in ("before", "after", "chosen")
         }
     page = Page(made.file("report.html").read_text())
@@ -509,7 +509,7 @@ def test_report_shows_messages_or_decoded_tokens_without_them(setup, tmp_path):
     shutil.rmtree(tmp_path / "store" / "raw_preferences")
     again = setup.job_runner.run(job)
     assert again.fingerprint == made.fingerprint
-    assert [sample["prompt"] for sample in again.details.samples] == [sample["prompt"][-500:] for sample in frozen]
+    assert [sample.prompt for sample in again.details.samples] == [sample["prompt"][-500:] for sample in frozen]
 
 
 def test_evaluation_without_memory_writes_advice(setup):

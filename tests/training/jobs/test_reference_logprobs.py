@@ -142,7 +142,7 @@ def test_reference_details_and_progress_have_the_counts(oracle, last_response):
     events = list(read_events(oracle.job(of).events))
     places = len(oracle.rows) * 2
     assert {"sequences": places, "hits": 0, "scored": places, "pairs": places // 2, "finite": places // 2}.items() <= (
-        table.details.items()
+        table.details.to_json().items()
     )
     last = [e for e in events if e["event"] == "progress"][-1]
     assert last["done"] == last["total"] and last["seconds_left"] == 0

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.workflows.homes import Home, check_error, check_values
+from training.contract.protocol.artifacts import REFERENCE_LOGPROBS
 from training.contract.store.artifact import JobResult
 from training.contract.store.artifact_kind import ArtifactKind
 from training.contract.store.logprob_cache import LogprobCache
@@ -88,7 +89,7 @@ def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(checkout):
     store, others = Store(checkout.home / "store"), "2" * 64
     [name] = store.fingerprints("reference_logprobs")
     [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
-    table = store.open("reference_logprobs", name)
+    table = store.open(REFERENCE_LOGPROBS, name)
     pairs = Source(kind="tokenized_pairs", fingerprint="1" * 64)
     how = table.derivation.model_copy(update={"inputs": {**table.derivation.inputs, pairs.kind: pairs}})
     with store.staging() as staging:

@@ -72,8 +72,13 @@ def test_details_of_an_unknown_form_raise_with_folder_and_field(store):
 
 
 def test_details_of_an_earlier_and_of_a_later_version_are_read(store):
-    """An earlier version lacks fields, and a later one has more. Null is NaN."""
-    figures = {"rewards_finite": True, "step0_loss": None, "step0_expected": 0.5, "step0_allowed": 0.1}
+    """An earlier version lacks fields, and a later one has more. JSON has null for NaN."""
+    figures: dict[str, Any] = {
+        "rewards_finite": True,
+        "step0_loss": math.nan,
+        "step0_expected": 0.5,
+        "step0_allowed": 0.1,
+    }
     publish(store, **figures, of_a_later_version=[1])
     details = store.open(POLICY, FINGERPRINT).details
     assert (details.steps, details.eval, details.step0_expected) == (0, {}, 0.5) and math.isnan(details.step0_loss)

@@ -239,7 +239,7 @@ def test_pairs_with_tool_results_need_assistant_turns(job_runner, tiny_chat, tmp
         for train_on in ("assistant_turns", "last_response")
     )
     assert by_turns.details.reasons == {"doubled end of turn": 2} and by_turns.details.left_out == 0
-    detail = by_turns.details.dropped_examples[0]["detail"]
+    detail = by_turns.details.dropped_examples[0].detail
     assert "`chosen`" in detail and "'<|im_end|>'" in detail
     tokens = by_turns.pairs.sequence(1, "rejected")
     trained = AutoTokenizer.from_pretrained(tiny_chat).decode(tokens.ids_T[tokens.mask_T])
@@ -458,7 +458,7 @@ def test_pairs_with_tools_that_the_template_does_not_write_are_dropped(job_runne
     done = job_runner.pairs(job_runner.rows(rows), job_runner.tokenizer(tiny_chat, tmp_path / "plain.jinja"))
     assert done.pairs.rows.tolist() == [0]
     assert done.details.reasons == {"left out by the template": 2}
-    assert done.details.dropped_examples[0]["detail"] == "the template does not write the tool 'weather'"
+    assert done.details.dropped_examples[0].detail == "the template does not write the tool 'weather'"
 
 
 THINKING = (
@@ -602,7 +602,7 @@ def test_pairs_that_the_template_writes_incompletely_are_dropped(job_runner, tin
     plain = {"prompt": "Why?", "chosen": [_message("assistant", "Because.")], "rejected": [BAD]}
     spec = job_runner.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
     done = job_runner.pairs(job_runner.rows([plain, row]), spec)
-    details = [drop["detail"] for drop in done.details.dropped_examples]
+    details = [drop.detail for drop in done.details.dropped_examples]
     assert done.details.left_out == len(details) == (missing is not None)
     assert all(detail.startswith(f"the template does not write {missing}") for detail in details)
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import factories
 from tests.training.job_runner import JobRunner, locations_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
@@ -87,7 +88,7 @@ def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
     assert made.fingerprint == other.fingerprint
     for name in ("preferences.parquet", "quarantine.parquet"):
         assert pq.read_table(made.file(name)).equals(pq.read_table(other.file(name)))
-    assert {name for name, value in other.details.items() if made.details[name] != value} <= OF_THE_PASS
+    assert factories.differing(made.details, other.details) <= OF_THE_PASS
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])

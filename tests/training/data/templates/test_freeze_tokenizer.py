@@ -254,7 +254,7 @@ def test_render_with_a_date_returns_the_text_of_transformers_on_that_day(tiny_ch
 def test_freeze_template_that_rejects_the_marked_copy_accepts_it(job_runner, tiny_chat, write):
     refuse = "{% if 'mark' in m.content %}{{ raise_exception('no') }}{% endif %}"
     text = "{% for m in messages %}" + refuse + "{{ m.content }}|{% endfor %}"
-    assert job_runner.tokenizer(tiny_chat, write(text)).details.template == text
+    assert TokenizationSpec.read(job_runner.tokenizer(tiny_chat, write(text)).folder).template == text
 
 
 def test_freeze_failing_template_with_a_date_names_the_templates_line(job_runner, tiny_chat, write):
@@ -275,7 +275,7 @@ def test_freeze_tokenizer_without_a_template_needs_one_of_the_recipe(job_runner,
     with pytest.raises(TemplateError, match=r"tokenization\.chat_template.*\[no-chat-template\]"):
         job_runner.tokenizer(folder)
     done = job_runner.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
-    assert list(done.details.end_of_turn.values()) == [1]
+    assert list(TokenizationSpec.read(done.folder).end_of_turn.values()) == [1]
 
 
 def test_freeze_files_that_changed_since_they_were_hashed_raises(job_runner, tiny_chat, copied, write):

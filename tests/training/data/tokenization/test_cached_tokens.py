@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import factories
 from tests.training.job_runner import NAMED, JobRunner, hashes_of
 from tests.workflows.homes import flip
 from training.contract.errors import DataError
@@ -68,7 +69,7 @@ def counted(made: Artifact[Any]) -> tuple[int, int]:
 def assert_same(made: Artifact[Any], other: Artifact[Any]) -> None:
     assert made.fingerprint == other.fingerprint
     assert made.file("pairs.arrow").read_bytes() == other.file("pairs.arrow").read_bytes()
-    differing = {name for name, value in other.details.items() if made.details[name] != value}
+    differing = factories.differing(made.details, other.details)
     assert differing <= OF_THE_PASS
 
 
@@ -158,5 +159,5 @@ def test_a_row_that_fills_the_memory_is_dropped(setup: Setup, tmp_path: Path):
     )
     made = setup.tokenize(rows(20), template)
     assert made.details.counts.dropped == 3 and made.details.counts.pairs == 19
-    [detail] = [drop["detail"] for drop in made.details.dropped_examples if drop["row"] == 9]
+    [detail] = [drop.detail for drop in made.details.dropped_examples if drop.row == 9]
     assert "more than 2 GiB of memory" in detail

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests import factories
 from training.contract.system import child_process
 from training.data.tokenization import tokenizer_pool
 from training.data.tokenization.encoded_pair import Dropped, DropReason
@@ -45,7 +46,7 @@ def test_pairs_of_several_processes_equal_those_of_one(
     request.getfixturevalue("three_processes")
     together = job_runner.pairs(read, spec)
     assert together.made.fingerprint == alone.made.fingerprint
-    differing = {name for name, value in alone.details.items() if together.details[name] != value}
+    differing = factories.differing(alone.details, together.details)
     assert differing <= {"provenance"}
     assert (together.folder / "pairs.arrow").read_bytes() == (alone.folder / "pairs.arrow").read_bytes()
 
