@@ -3,16 +3,19 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from tests.docs.pages import PAGES, ROOT, blocks, cells, prose
+from training.contract.config.data_source import Format
+from training.contract.config.loss import LossType
 from training.contract.config.training import Training
 from training.contract.config.variants import RecipeDocument, merged
 from training.launch.cluster.engine_file import read_engine
+from workflows.cli.main import COMMANDS
 
 MINIMAL = {"data": {"sources": [{"path": "x"}]}, "reference": {"model": "y"}, "release": {"model_name": "z"}}
 MOST_WORDS = 25
@@ -69,6 +72,19 @@ def test_page_named_in_the_code_exists(file: str, target: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_cell_of_a_table_has_at_most_25_words(page: str):
     assert [cell for cell in cells(PAGES[page]) if len(cell.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "names"),
+    [
+        ("losses", "Formulas", set(LossType) - {"mixture"}),
+        ("data-formats", "Formats", set(get_args(Format)) - {"auto"}),
+        ("json", "JSON output", COMMANDS.keys() - {"chat", "schema", "serve", "ui"}),
+    ],
+)
+def test_table_of_a_page_has_a_row_for_each_name(page: str, section: str, names: set[str]) -> None:
+    text = PAGES[f"docs/reference/{page}.md"].partition(f"# {section}\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)} == names
 
 
 def test_manifest_of_kubeflow_has_only_fields_of_its_api() -> None:
