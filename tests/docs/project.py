@@ -88,20 +88,21 @@ class Project:
             edit(self.folder / fence.argument, fence.text)
         elif fence.mark == "serve":
             self.serve(fence)
-        elif fence.text.strip() == _DEMO and self.demo:
-            self.take_demo(self.demo)
         elif fence.language == "bash":
-            self.output = self.shell(fence, fence.text)
+            self.output = self.run_bash(fence)
         elif fence.language == "python":
             self.output = self.shell(fence, f"python - <<'END_OF_FENCE'\n{fence.text}END_OF_FENCE\n")
         elif fence.language == "text":
             check_output(fence, self.output)
 
-    def take_demo(self, demo: "Project") -> None:
-        """Copy the home and the inputs of the demo, hard links included."""
+    def run_bash(self, fence: Fence) -> str:
+        """Run the commands of a fence. For `make demo` copy its inputs and its home instead, hard links included."""
+        first, _, rest = fence.text.strip().partition("\n")
+        if first != _DEMO or self.demo is None:
+            return self.shell(fence, fence.text)
         for part in (".pedigree", "workflows/defs/demo/base"):
-            subprocess.run(["cp", "--archive", demo.folder / part, self.folder / part], check=True)
-        self.output = demo.output
+            subprocess.run(["cp", "--archive", self.demo.folder / part, self.folder / part], check=True)
+        return self.demo.output + self.shell(fence, rest)
 
     def with_ports(self, text: str) -> str:
         """Replace the ports of the pages by free ones."""

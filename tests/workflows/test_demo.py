@@ -1,15 +1,10 @@
-"""The demo: its champion gives more right answers to held-out prompts than the reference model.
+"""The demo's pairs, and how its answers are counted. tests/docs/test_demo_champion.py runs it."""
 
-The oracle is the facts in `make.py`: an answer is right if it ends with the right word.
-"""
-
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.workflows.homes import ROOT, Home
+from tests.workflows.homes import ROOT
 from workflows.defs.demo import make
 from workflows.defs.demo.score import count_right, is_right
 
@@ -56,22 +51,3 @@ def test_count_right_counts_one_side():
         {"prompt": "Please answer: Tell me the opposite of hot.", "before": "It is cold.", "after": "It is cold."},
     ]
     assert (count_right(samples, "before"), count_right(samples, "after")) == (1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.system
-def test_the_champion_of_the_demo_is_right_more_often_and_brief(tmp_path: Path):
-    """Require 10 percentage points more right answers. The demo gives over 30; other machines round differently."""
-    folder = Path(shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("base", "__pycache__")))
-    make.make_model(make.write_data(folder, list(make.pairs()))).save_pretrained(folder / "base")
-    home = Home(tmp_path / "home")
-    report = home.run(str(folder))
-    assert report["is_champion"]
-    [evaluation] = [asset for asset in report["assets"] if asset["asset"] == "evaluation"]
-    place = home.path / "store" / "evaluation" / evaluation["fingerprint"]
-    samples = json.loads((place / "samples.json").read_text())
-    right = {side: count_right(samples, side) for side in ("before", "after")}
-    assert len(samples) == report["metrics"]["eval/pairs"] >= 50, "all held-out prompts"
-    assert right["after"] - right["before"] >= 0.1 * len(samples), right
-    words = {side: sum(len(sample[side].split()) for sample in samples) for side in ("before", "after")}
-    assert words["after"] < 0.75 * words["before"]
