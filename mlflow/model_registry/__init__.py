@@ -9,6 +9,7 @@
     package_model.py  packages a version in a separate process; needs transformers
     pedigree_chat.py  answers chats in MLflow; each version has a copy; needs torch
     chat_proxy.py     the process in front of `transformers serve`; proxy_settings.py has its settings
+    downloads.py      models fetched from a remote artifact store
     files.py          the files of a version; its weights are hard links
     relocate.py       addresses of artifacts after PEDIGREE_HOME was moved
     connection.py     an available or unavailable server, and its address without the password

@@ -29,7 +29,8 @@ from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
 from training.data.reading.hub_files import hub_files
 from training.data.reading.pair_writer import PairWriter, SourceFile, SourceSettings
-from training.data.reading.readers import ParsedRow, UnparsedRow, read_rows
+from training.data.reading.readers import read_rows
+from training.data.reading.rows import ParsedRow, UnparsedRow
 from training.distributed import Group
 
 _DETECTION_ROWS = 32

@@ -1,6 +1,7 @@
 """MLflow's client, imported at its first use, and its records, read without it.
 
 * `mlflow_api`: all that is called of MLflow.
+* `mlflow_patches`: all that is replaced in it.
 * `settings`: the client's timeouts and retries.
 * `database`: timeouts and tables of a database, and its address without a password.
 * `outages`: whether an error means that there was no answer.
