@@ -7,4 +7,5 @@
 * `outages`: whether an error means that there was no answer.
 * `records`: runs and versions, only to be read.
 * `sqlite_records`: the same, from a SQLite file.
+* `relocate`: addresses of artifacts after PEDIGREE_HOME was moved.
 """
