@@ -9,10 +9,10 @@
     package_model.py  packages a version in a separate process; needs transformers
     pedigree_chat.py  answers chats in MLflow; each version has a copy; needs torch
     chat_proxy.py     the process in front of `transformers serve`; proxy_settings.py has its settings
+    downloads.py      models fetched from a remote artifact store
     files.py          the files of a version; its weights are hard links
-    relocate.py       addresses of artifacts after PEDIGREE_HOME was moved
     connection.py     an available or unavailable server, and its address without the password
-    client/           MLflow's client, imported at its first use, and its records, read without it
+    client/           MLflow's client, imported at its first use, its records, read without it, and their addresses
 
 The folder above is a source root, not a package, so `import mlflow` finds the installed library.
 """

@@ -16,7 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from model_registry.mlflow_patches import hide_unused_libraries, name_pipeline_class, skip_comparison_of_requirements
+from model_registry.client.mlflow_patches import (
+    hide_unused_libraries,
+    name_pipeline_class,
+    skip_comparison_of_requirements,
+)
 from training.contract.config.key_settings import JsonObject
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent

@@ -7,7 +7,6 @@ A new champion records the version it replaces, for a rollback.
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +14,19 @@ from model_registry.client import mlflow_api
 from model_registry.client.records import find_aliases
 from model_registry.client.settings import brief_patience, without_retries
 from model_registry.connection import Connection, is_server, page, shown
+from model_registry.downloads import Downloads
 from model_registry.files import (
     MODEL_FOLDER,
     VersionFiles,
     holds_model,
     local_path,
-    move_into_place,
     packaged,
     put_files,
-    scratch,
 )
 from model_registry.logged_policy import LoggedPolicy
 from model_registry.mlflow_types import tags_of
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
-from training.contract.system.locks import locked
 
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
 
@@ -44,6 +41,7 @@ class Registry:
     def __init__(self, tracking_uri: str, downloads: Path, uri: str | None = None) -> None:
         self.tracking_uri, self.uri, self.downloads = tracking_uri, uri or tracking_uri, downloads
         self._connection, self._runs = Connection(self.uri), Connection(tracking_uri)
+        self._downloads = Downloads(downloads)
 
     def register(
         self,
@@ -239,7 +237,7 @@ class Registry:
     def folder(self, version: Version) -> Path:
         """Return the local folder of a version's Hugging Face model. Download it if it is on a server."""
         local = local_path(version.source)
-        folder = local / MODEL_FOLDER if local else self._download(version)
+        folder = local / MODEL_FOLDER if local else self._downloaded(version)
         if not (folder / "config.json").is_file():
             raise RegistryError(
                 f"version {version.number} of {version.name}: {version.source}/{MODEL_FOLDER} has no config.json; expected a "
@@ -251,21 +249,23 @@ class Registry:
     def outdated_downloads(self) -> list[str]:
         """Return the downloads of versions without an alias, as `name/folder`. They can be fetched again."""
         outdated: list[str] = []
-        for model in sorted(path for path in self.downloads.glob("[!.]*") if not path.is_symlink()):
-            with self._connection.asking(f"look for the aliases of {model.name}") as client:
-                numbers = set((find_aliases(client, model.name) or {}).values())
-                aliased = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
-            outdated += sorted(
-                name for folder in model.iterdir() if (name := f"{model.name}/{folder.name}") not in aliased
-            )
+        for model, downloads in self._downloads.by_model().items():
+            with self._connection.asking(f"look for the aliases of {model}") as client:
+                numbers = set((find_aliases(client, model) or {}).values())
+                aliased = {Version.of(client.get_model_version(model, number)).download_name for number in numbers}
+            outdated += [name for name in downloads if name not in aliased]
         return outdated
 
     def remove_download(self, name: str) -> bool:
-        """Remove the download `name`; return False if it is missing. Rename it first, so nobody reads half of it."""
-        with scratch(self.downloads) as staging, suppress(FileNotFoundError):
-            (self.downloads / name).rename(staging / "outdated")
-            return True
-        return False
+        """Remove the download `name`; return False if it is missing."""
+        return self._downloads.remove(name)
+
+    def _downloaded(self, version: Version) -> Path:
+        """Return the folder of a version's model. If the version lacks files, the folder is missing."""
+        name = version.download_name
+        if not self._downloads.has(name) and not self.has_files(version):
+            return self.downloads / name
+        return self._downloads.get(name, lambda into: self.fetch(version, MODEL_FOLDER, into))
 
     def _check_registered(self, name: str, alias: str | None = None) -> dict[str, str]:
         """Return the aliases of the model `name`, with their versions.
@@ -289,22 +289,6 @@ class Registry:
                 "unknown-alias",
             )
         return aliases
-
-    def _download(self, version: Version) -> Path:
-        """Return a version's model folder. If the version lacks files, the folder is missing.
-
-        Fetch it once, as its files never change. Other processes wait on a lock: a second download would replace the first
-        while it is read.
-        """
-        target = self.downloads / version.download_name
-        if target.is_dir() or not self.has_files(version):
-            return target
-        with locked(self.downloads / f".{version.name}-{target.name}.lock"), scratch(self.downloads) as staging:
-            if not target.is_dir():
-                fetched = self.fetch(version, MODEL_FOLDER, staging)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                move_into_place(fetched, target, staging)
-        return target
 
 
 def _rolled_back_tag(weights: str) -> str:

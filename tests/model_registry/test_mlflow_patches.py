@@ -6,7 +6,7 @@ import sys
 
 PATCHED = """
 import json, sys
-from model_registry.mlflow_patches import hide_unused_libraries, name_pipeline_class, skip_comparison_of_requirements
+from model_registry.client.mlflow_patches import hide_unused_libraries, name_pipeline_class, skip_comparison_of_requirements
 
 hide_unused_libraries()
 from mlflow.utils import environment

@@ -32,7 +32,8 @@ from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
 from training.data.reading.hub_files import hub_files
 from training.data.reading.pair_writer import PairWriter, Source, SourceFile
-from training.data.reading.readers import ParsedRow, UnparsedRow, read_rows
+from training.data.reading.readers import read_rows
+from training.data.reading.rows import ParsedRow, UnparsedRow
 from training.job_context import JobContext
 
 _DETECTION_ROWS = 32

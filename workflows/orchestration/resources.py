@@ -18,8 +18,8 @@ from yaml import YAMLError
 
 from assets.execution.run_liveness import tag_run_with_process
 from assets.pipeline.pipeline import Listener, Services, ignore
+from model_registry.client.relocate import relocate_artifacts
 from model_registry.registry import Registry
-from model_registry.relocate import relocate_artifacts
 from model_registry.tracking import Tracker, artifact_root, check_database_folder, registry_uri, tracking_uri
 from training.contract.errors import StoreError
 from training.contract.files.hub import pin_hub_revisions

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from assets.execution.run_liveness import is_alive, this_process
+from model_registry.client.relocate import relocate_artifacts
 from model_registry.connection import connect
-from model_registry.relocate import relocate_artifacts
 from tests.workflows.homes import check_error
 from workflows.orchestration.resources import build_services, dagster_instance, prepare_home
 

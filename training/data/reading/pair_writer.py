@@ -27,7 +27,7 @@ from training.data.formats.columns import ColumnMapping
 from training.data.formats.quarantine import Quarantined
 from training.data.reading.converted_pairs import ConvertedPair
 from training.data.reading.duplicates import Duplicates
-from training.data.reading.readers import ParsedRow
+from training.data.reading.rows import ParsedRow
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
 

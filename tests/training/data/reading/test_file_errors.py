@@ -12,7 +12,8 @@ import pytest
 
 from training.contract.errors import DataError
 from training.contract.files.local_files import data_files
-from training.data.reading.readers import ParsedRow, read_records
+from training.data.reading.readers import read_records
+from training.data.reading.rows import ParsedRow
 
 NAMES = ("prompt", "chosen", "rejected")
 ROWS = [

@@ -319,7 +319,8 @@ def test_read_arrow_with_a_flipped_bit_does_not_crash(tmp_path):
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".csv"])
 def test_row_longer_than_the_limit_is_a_problem_of_its_own(tmp_path, monkeypatch, suffix):
     """The reader skips the row without holding it; the rows before and after it, and their lines, are as in the file."""
-    monkeypatch.setattr("training.data.reading.readers.LONGEST_ROW", LONGEST)
+    for module in ("rows", "json_reader", "table_reader"):
+        monkeypatch.setattr(f"training.data.reading.{module}.LONGEST_ROW", LONGEST)
     prompts = ["Why?", "x" * (3 * LONGEST), "How?"]
     rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no"} for prompt in prompts]
     content = "\n".join(map(json.dumps, rows)) + "\n"
