@@ -23,8 +23,8 @@ import pytest
 from filelock import FileLock
 
 import model_registry.files
+from model_registry.client.relocate import relocate_artifacts
 from model_registry.package_model import package
-from model_registry.relocate import relocate_artifacts
 from tests.factories import write_inputs
 from tests.workflows.in_process import Baseline, run_in, services_in
 from training.contract.identity.fingerprint import fingerprint, short
