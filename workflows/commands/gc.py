@@ -33,7 +33,6 @@ from itertools import chain
 from pathlib import Path
 
 import dagster as dg
-from pydantic import ValidationError
 
 from assets.bodies.release import check_releases_exist
 from assets.execution.instance_ids import check_same_instance
@@ -43,19 +42,16 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
 from model_registry.model_version import MERGED
 from training.contract.errors import CorruptArtifact, CorruptRecord
-from training.contract.protocol.job import Job
 from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
-from training.contract.store.staging import lock_beside
-from training.contract.system.locks import holding, is_held
-from training.launch.live_jobs import live_state
+from training.contract.system.locks import holding
 from workflows.commands.gc_caches import CACHES, KeptCaches
+from workflows.commands.gc_jobs import JobFolders, folders_in
 
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
 _UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, *BEGUN])
-_UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 
 
@@ -103,8 +99,8 @@ class GarbageCollector:
         # List files before references: a file made or used later is not garbage.
         self._used = {reference: self._store.used(*reference) for reference in self._artifacts()}
         self._keys = cache(partial(keys_by_fingerprint, self._store))
-        self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
-        self._jobs = _folders((services.home / "jobs").resolve())
+        self._folders = {name: folders_in(self._store.root / name) for name in ("staging", "corrupt")}
+        self._jobs = JobFolders(services)
         self._since = self._oldest_unfinished_run()
 
     def garbage(self) -> Iterator[GarbageItem]:
@@ -112,9 +108,9 @@ class GarbageCollector:
         for kind, name in self._used:
             if (kind, name) not in kept and not self._caches.keep(kind, name):
                 yield _garbage_item(kind, self._store.folder(kind, name))
-        yield from (_garbage_item("job", folder) for folder in self._jobs if self._is_finished(folder))
+        yield from (_garbage_item("job", folder) for folder in self._jobs.folders if self._jobs.is_finished(folder))
         yield from (
-            _garbage_item("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder)
+            _garbage_item("staging", folder) for folder in self._folders["staging"] if self._jobs.is_abandoned(folder)
         )
         yield from (_garbage_item("corrupt", folder) for folder in self._folders["corrupt"])
         if self._since is None:
@@ -126,12 +122,10 @@ class GarbageCollector:
         match item.kind:
             case "job":
                 folder = self._services.home / "jobs" / item.fingerprint
-                return _remove(folder, self._locks_of_job(folder), lambda: self._has_ended(folder))
+                return _remove(folder, self._jobs.locks_of(folder), lambda: self._jobs.has_ended(folder))
             case "staging":
                 folder = self._store.root / "staging" / item.fingerprint
-                beside = lock_beside(folder)
-                locks = [beside if beside.exists() else self._lock_of(folder.name)]
-                return self._is_abandoned(folder) and _remove(folder, locks)
+                return self._jobs.is_abandoned(folder) and _remove(folder, [self._jobs.lock_of_staging(folder)])
             case "corrupt":
                 return _remove(self._store.root / "corrupt" / item.fingerprint)
             case "download":
@@ -145,7 +139,12 @@ class GarbageCollector:
     def kept(self) -> set[Reference]:
         """All referenced artifacts and their ancestors."""
         kept: set[Reference] = set()
-        waiting = [*self._registered(), *self._materialized(), *self._in_progress(), *self._recent()]
+        waiting = [
+            *self._registered(),
+            *self._materialized(),
+            *chain.from_iterable(_references(job.inputs) for job in self._jobs.in_progress()),
+            *self._recent(),
+        ]
         while waiting:
             reference = waiting.pop()
             if reference in kept:
@@ -156,8 +155,8 @@ class GarbageCollector:
         return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
 
     def _artifacts(self) -> Iterator[Reference]:
-        rules = [f"{cache}/{rule.name}" for cache in CACHES for rule in _folders(self._store.root / cache)]
-        yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
+        rules = [f"{cache}/{rule.name}" for cache in CACHES for rule in folders_in(self._store.root / cache)]
+        yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in folders_in(self._store.root / kind))
 
     def _registered(self) -> Iterator[Reference]:
         versions = self._services.registry.versions()
@@ -194,23 +193,6 @@ class GarbageCollector:
             derivation = manifest.made_from
         return [] if derivation is None else _references(derivation.inputs)
 
-    def _in_progress(self) -> Iterator[Reference]:
-        for folder in self._jobs:
-            job = _read_job(folder)
-            if job is None:
-                continue
-            if folder in self._live or is_held(self._store.lock_file(job.artifact, job.derivation.key)):
-                yield from _references(job.inputs)
-
-    @cached_property
-    def _live(self) -> dict[Path, Job]:
-        """The jobs in the queue of an engine. Nobody holds the locks of one without a run that follows it.
-
-        A job counts as live if its engine does not answer.
-        """
-        jobs = {folder: job for folder in self._jobs if (job := _read_job(folder)) is not None}
-        return {folder: job for folder, job in jobs.items() if live_state(self._services.engine, job) is not None}
-
     def _recent(self) -> Iterator[Reference]:
         """Yield artifacts made or used by an unfinished run, perhaps before Dagster recorded them."""
         if self._since is not None:
@@ -231,44 +213,6 @@ class GarbageCollector:
         records = self._instance.get_run_records(_UNFINISHED_RUNS)
         return min((record.create_timestamp for record in records), default=None)
 
-    def _is_finished(self, folder: Path) -> bool:
-        if folder in self._live:
-            return False
-        return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
-
-    def _locks_of_job(self, folder: Path) -> list[Path]:
-        """Return the lock of the job's key; for an unreadable job, all locks with its folder's name as prefix."""
-        job = _read_job(folder)
-        if job is None:
-            return list(self._store.locks.glob(f"{folder.name}*.lock"))
-        return [self._store.lock_file(job.artifact, job.derivation.key)]
-
-    def _has_ended(self, folder: Path) -> bool:
-        """Return whether nothing is left to resume: the job published its artifact, or lacks checkpoints."""
-        job = _read_job(folder)
-        if job is None:
-            return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
-        return self._is_published(job) or not any((folder / job.checkpoints.name).rglob("step-*"))
-
-    def _is_published(self, job: Job) -> bool:
-        try:
-            record = self._store.record(job.artifact, job.derivation.key)
-        except CorruptRecord:
-            return False
-        return record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
-
-    def _lock_of(self, name: str) -> Path:
-        return self._store.locks / f"{name}.lock"
-
-    def _is_abandoned(self, folder: Path) -> bool:
-        """Return whether a staging folder is unused: neither the lock beside it nor its job's lock is held, nor is it live."""
-        if any(job.staging.name == folder.name for job in self._live.values()):
-            return False
-        beside, named = lock_beside(folder), self._lock_of(folder.name)
-        if beside.exists() or named.exists():
-            return not is_held(beside) and not is_held(named)
-        return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
-
 
 def _garbage_item(kind: str, folder: Path) -> GarbageItem:
     return GarbageItem(kind, folder.name, freed_bytes(folder))
@@ -283,23 +227,5 @@ def _remove(folder: Path, locks: Sequence[Path] = (), is_garbage: Callable[[], b
     return removed
 
 
-def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent`, without links; nothing if `parent` is a link.
-
-    Files behind a link are not ours to remove.
-    """
-    if parent.is_symlink() or not parent.is_dir():
-        return []
-    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
-
-
 def _references(inputs: Mapping[str, Source]) -> list[Reference]:
     return [(source.kind, source.fingerprint) for source in inputs.values()]
-
-
-def _read_job(folder: Path) -> Job | None:
-    """Return the job of a folder; None if it cannot be read, for example because another version of Pedigree wrote it."""
-    try:
-        return Job.read(folder / "job.json")
-    except (OSError, ValidationError):
-        return None
