@@ -96,13 +96,13 @@ class Project:
             check_output(fence, self.output)
 
     def run_bash(self, fence: Fence) -> str:
-        """Run the commands of a fence. For `make demo` copy its inputs and its home instead, hard links included."""
+        """Run the commands of a fence. For `make demo` in front, copy its inputs and its home, hard links included."""
         first, _, rest = fence.text.strip().partition("\n")
         if first != _DEMO or self.demo is None:
             return self.shell(fence, fence.text)
         for part in (".pedigree", "workflows/defs/demo/base"):
             subprocess.run(["cp", "--archive", self.demo.folder / part, self.folder / part], check=True)
-        return self.demo.output + self.shell(fence, rest)
+        return self.shell(fence, rest) if rest else self.demo.output
 
     def with_ports(self, text: str) -> str:
         """Replace the ports of the pages by free ones."""
