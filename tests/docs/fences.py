@@ -5,7 +5,7 @@ A mark is an HTML comment right before a fence. GitHub and Sphinx do not show it
 - `<!-- test: skip: REASON -->` leaves the fence out.
 - `<!-- test: save FILE -->` writes the fence into a file of the project, as a reader does in an editor.
 - `<!-- test: edit FILE -->` merges a YAML fence into a recipe, as a reader does who changes some fields.
-- `<!-- test: serve URL -->` starts the commands, waits until the URL answers, and ends them with the page.
+- `<!-- test: serve TEXT -->` starts the commands, waits until they print TEXT, and ends them with the page.
 
 Without a mark, `bash` and `python` fences are run. The `text` fences after a command are its output, shortened.
 """

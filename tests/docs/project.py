@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from training.contract.config.variants import merged
 _PARTS = ("assets", "mlflow", "training", "workflows", "pedigree.py", "pyproject.toml", "constraints.txt", "Makefile")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "base", "*_cache")
 _BOXES = re.compile(r"[─-╿]")
+_SERVER_SECONDS = 300
 _DEMO = "make demo"
 _PORTS = ("8000", "5001")  # the pages' ports, which may be in use here
 
@@ -66,7 +65,8 @@ class Project:
         """Return the variables of a new shell, in which the copy's own modules are imported and output has 100 columns."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "MLFLOW_", "PEDIGREE_", "COV_"))}
         path = f"{self.folder}{os.pathsep}{self.folder / 'mlflow'}"
-        return {**kept, "PYTHONPATH": path, "COLUMNS": "100", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        fixed = {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        return {**kept, **fixed, "PYTHONPATH": path}
 
     def play(self, page: Iterable[Fence]) -> None:
         """Run the fences of a page, and compare their output with the `text` fences."""
@@ -96,13 +96,13 @@ class Project:
             check_output(fence, self.output)
 
     def run_bash(self, fence: Fence) -> str:
-        """Run the commands of a fence. For `make demo` copy its inputs and its home instead, hard links included."""
+        """Run the commands of a fence. For `make demo` in front, copy its inputs and its home, hard links included."""
         first, _, rest = fence.text.strip().partition("\n")
         if first != _DEMO or self.demo is None:
             return self.shell(fence, fence.text)
         for part in (".pedigree", "workflows/defs/demo/base"):
             subprocess.run(["cp", "--archive", self.demo.folder / part, self.folder / part], check=True)
-        return self.demo.output + self.shell(fence, rest)
+        return self.shell(fence, rest) if rest else self.demo.output
 
     def with_ports(self, text: str) -> str:
         """Replace the ports of the pages by free ones."""
@@ -132,27 +132,23 @@ class Project:
         return done.stdout
 
     def serve(self, fence: Fence) -> None:
-        """Start the commands in a process group of their own, and wait until they serve the mark's address."""
-        url = self.with_ports(fence.argument)
-        with open(self.folder.parent / "server.log", "wb") as log:
-            self.servers.append(
-                subprocess.Popen(
-                    self.script(fence.text),
-                    env=self.environment(),
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+        """Start the commands in a process group of their own, and wait until their output has the mark's text."""
+        log = self.folder.parent / f"server-{len(self.servers)}.log"
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                self.script(fence.text),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        for _ in range(240):
-            assert self.servers[-1].poll() is None, (self.folder.parent / "server.log").read_text()[-4000:]
-            try:
-                urllib.request.urlopen(url, timeout=5).close()
-                return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.5)
-        raise AssertionError(f"{fence.place}: nothing answers at {url}")
+        self.servers.append(process)
+        deadline = time.monotonic() + _SERVER_SECONDS
+        while fence.argument not in (output := log.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, f"{fence.place}: {output[-4000:]}"
+            time.sleep(0.2)
+        self.output = output
 
 
 def edit(recipe: Path, text: str) -> None:
