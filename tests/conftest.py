@@ -19,6 +19,7 @@ SLOW_FIXTURES = {
     "host",
     "make_job",
     "materialized",
+    "policy",
     "prepared_homes",
     "registered",
     "resident",

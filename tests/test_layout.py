@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "datasets", "matplotlib"]
 # One process imports them in this order: starting a process costs seconds.
