@@ -25,11 +25,11 @@ demo: install
 ui: install
 	$(BIN)/pedigree ui
 
-# A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
+# A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once. Long files come first.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system and not long'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not system and not long'
 
-# The tests that start no process and run no job or recipe. tests/conftest.py marks the others slow by their fixtures.
+# All of `make test` but the tests marked slow; tests/conftest.py marks most of them by their fixtures.
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not slow and not system and not long'
 

@@ -7,12 +7,17 @@ library.
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW_FIXTURES
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "datasets", "matplotlib"]
@@ -79,3 +84,10 @@ def test_the_benchmarks_can_be_imported():
     assert {"training", "gpu_once", "hashing"} <= modules
     for name in modules:
         importlib.import_module(f"benchmarks.{name}")
+
+
+def test_slow_fixtures_are_fixtures():
+    """A renamed fixture would no longer mark its tests slow."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    fixtures = set(re.findall(r"@pytest\.fixture\b.*\ndef (\w+)\(", sources))
+    assert fixtures >= SLOW_FIXTURES

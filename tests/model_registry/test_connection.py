@@ -38,6 +38,8 @@ from model_registry.registry import Registry
 from training.contract.errors import RegistryError, RegistryUnavailable, StoreError
 from training.contract.system.locks import is_held
 
+pytestmark = pytest.mark.slow
+
 Away = Callable[..., str]
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
 FAULT = b'HTTP/1.1 500 Internal Server Error\r\nContent-Length: 45\r\n\r\n{"error_code": "INTERNAL_ERROR", "message":1}'

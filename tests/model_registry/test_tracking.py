@@ -306,6 +306,7 @@ def test_run_unreadable_database_only_warns(tmp_path: Path, warnings: list[str])
     assert "file is not a database" in warnings[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "has_client"), [({}, "False"), ({"MLFLOW_DISABLE_TELEMETRY": "false"}, "True")]
 )

@@ -22,6 +22,8 @@ from training.distributed import ALONE, check_same_devices, group
 from training.launch.launcher import run_job
 from training.launch.local import LocalEngine
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).parent / "launch" / "programs"
 
 

@@ -22,6 +22,8 @@ from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store.store import Store
 from training.main import WORK, _explain, main
 
+pytestmark = pytest.mark.slow
+
 PAIR = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
     "chosen": [{"role": "assistant", "content": "4"}],

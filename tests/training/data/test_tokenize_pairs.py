@@ -15,7 +15,7 @@ from training.contract.identity.fingerprint import sequence_key
 from training.data.tokenization.encoded_pair import Dropped, EncodedPair, OverLength, ResponseTokens, fit
 from training.data.tokenization.tokenize_pair import inside
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.slow]
 SIDES = ("chosen", "rejected")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from training.contract.system.locks import is_held, locked
 
+pytestmark = pytest.mark.slow
+
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 SIGNALLED_IN_A_FORK = f"""
 import os, signal, sys

@@ -13,6 +13,8 @@ from tests.training.runs import losses, published, settings, told, tune
 from tests.training.tiny_inputs import TinyInputs, build_tiny_inputs
 from training.data.tokenization.batch_sampler import epoch_order
 
+pytestmark = pytest.mark.slow
+
 TRAIN, BATCH, SEED = 80, 8, 0
 ONE_EPOCH = {"max_steps": TRAIN // BATCH, "batch_size": BATCH, "seed": SEED}
 

@@ -35,6 +35,8 @@ from workflows.orchestration.resources import build_services, prepare_home
 from workflows.orchestration.resources import services as services_of_dagster
 from workflows.recipes.discovery import load_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:

@@ -1,7 +1,5 @@
 """`pedigree run` with a real Ray: the job outlives a killed command, and the next one follows it to the same bits."""
 
-import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.launch.cluster.ray_cluster import ray_cluster
-from tests.workflows.commands.test_run_interruption import until_steps
-from tests.workflows.homes import PEDIGREE, Home, copy_without_policy
+from tests.workflows.homes import Home, copy_without_policy
+from tests.workflows.orchestration.killed_command import check_next_command_follows_the_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.xdist_group("ray")]
 
@@ -31,18 +29,4 @@ def home(first_run, tmp_path, tmp_path_factory, monkeypatch) -> Iterator[Home]:
 
 
 def test_killed_command_leaves_its_job_which_the_next_one_follows(home: Home, first_run, small_recipe: Path) -> None:
-    process = subprocess.Popen(
-        [PEDIGREE, "run", str(small_recipe)],
-        env=home.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    until_steps(home.path, 2)
-    process.kill()
-    process.wait()
-    assert home.pedigree("gc", "--delete").returncode == 0
-    again = home.pedigree("run", str(small_recipe), "--json")
-    assert again.returncode == 0, again.stderr
-    report = json.loads(again.stdout)
-    fingerprints = [{a["asset"]: a["fingerprint"] for a in run["assets"]} for run in (report, first_run[1])]
-    assert fingerprints[0] == fingerprints[1]
+    check_next_command_follows_the_job(home, small_recipe, first_run[1])

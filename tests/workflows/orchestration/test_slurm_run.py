@@ -17,6 +17,7 @@ import pytest
 from tests.training.launch.cluster.slurm_cluster import missing_programs, slurm_cluster
 from tests.workflows.commands.test_run_interruption import LONG, processes_of, until_steps
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, copy_without_policy, write_recipe
+from tests.workflows.orchestration.killed_command import check_next_command_follows_the_job
 from tests.workflows.servers.served import served_pages
 from tests.workflows.servers.test_termination import LAUNCH, REPOSITORY, TERMINATE, until
 from tests.workflows.servers.test_web_servers import graphql
@@ -41,22 +42,8 @@ def home(first_run, tmp_path, monkeypatch) -> Iterator[Home]:
 
 @pytest.mark.system
 def test_killed_command_leaves_its_job_which_the_next_one_follows(home: Home, first_run, small_recipe: Path) -> None:
-    """`gc --delete` between the two removes nothing of it. The policy has the bits of a run on this machine."""
-    process = subprocess.Popen(
-        [PEDIGREE, "run", str(small_recipe)],
-        env=home.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    until_steps(home.path, 2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert home.pedigree("gc", "--delete").returncode == 0
-    again = home.pedigree("run", str(small_recipe), "--json")
-    assert again.returncode == 0, again.stderr
-    report = json.loads(again.stdout)
-    fingerprints = [{a["asset"]: a["fingerprint"] for a in run["assets"]} for run in (report, first_run[1])]
-    assert fingerprints[0] == fingerprints[1]
+    """The policy has the bits of a run on this machine."""
+    check_next_command_follows_the_job(home, small_recipe, first_run[1])
     jobs = subprocess.run(["scontrol", "show", "job", "--oneliner"], capture_output=True, text=True, check=True).stdout
     assert jobs.count("JobName=policy-") == jobs.count("JobId=") == 1, "one submission in all"
     assert processes_of(home.path) == []

@@ -22,6 +22,8 @@ from training.contract.store.artifact import JobResult
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 FILES = {"config.json": b"{}", "part/one.bin": b"1" * 70_000, "part/two.bin": b"", "weights.bin": b"w" * 200_000}
 DERIVATION = Derivation(kind="policy", code_version="1", inputs={}, settings={})
 FINGERPRINT, OTHER = "f" * 64, "e" * 64

@@ -18,7 +18,7 @@ from training.contract.errors import DataError
 from training.contract.protocol.job import Job
 from training.contract.store.artifact import Artifact
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.slow]
 RULES = {"template_kwargs": {}, "train_on": "last_response", "max_length": 90, "over_length": "drop"}
 OF_THE_PASS = {"tokenized", "cached_rows", "cache_bytes", "token_rules", "provenance"}
 ODD = [("word " * 200, "a", "b"), ("q", "a<|im_end|>b", "c")]  # too long; with an end of turn in the data

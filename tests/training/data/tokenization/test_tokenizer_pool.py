@@ -21,6 +21,8 @@ from training.data.tokenization.encoded_pair import Dropped, DropReason
 from training.data.tokenization.tokenize_pair import PairEncoder
 from training.data.tokenization.tokenizer_pool import encode_batches
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def three_processes(monkeypatch):
