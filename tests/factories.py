@@ -89,7 +89,10 @@ def job(
     folder: str = "job",
     **fields: Any,
 ) -> Job:
-    """Return a job with its store in `root/store` and its folder in `root/<folder>`. `fields` are other fields of `Job`."""
+    """Return a job with its store in `root/store` and its folder in `root/<folder>`. `fields` are other fields of `Job`.
+
+    Settings that the job requires have a default here.
+    """
     job_fields = {
         "artifact": ARTIFACT_KINDS[kind],
         "code_version": "1",
@@ -101,7 +104,7 @@ def job(
     found = {name: job_input(name, source) for name, source in (inputs or {}).items()}
     given = {
         "kind": kind,
-        "settings": settings or _SETTINGS.get(kind, {}),
+        "settings": settings if isinstance(settings, Settings) else {**_SETTINGS.get(kind, {}), **(settings or {})},
         "inputs": found,
         "compute": compute,
         **job_fields,

@@ -91,7 +91,6 @@ class Place:
             read,
             Compute.model_validate({"device": "cpu", "processes_per_node": 2, **compute}),
             folder=f"jobs/{kind}",
-            recipe={"name": "tiny"},
             stamps={n: (model_stamps if i.folder == base else artifact_stamps)(i.folder) for n, i in read.items()},
         )
         job.write()

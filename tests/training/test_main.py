@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -34,11 +34,10 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> MakeJob:
-    def make(validation_fraction: float | str = 0.1) -> Job:
+    def make(held_out: Sequence[bool] = (False,)) -> Job:
         source = tmp_path / "pairs.jsonl"
         source.write_text(json.dumps(PAIR) + "\n")
-        settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
-        settings |= {"validation_fraction": validation_fraction}
+        settings = {"formats": ["auto"], "held_out": held_out, "duplicates": "keep", "validation_fraction": 0.1}
         where = locations_of([{"path": str(source)}])
         job_runner = JobRunner(tmp_path)
         return job_runner.job("preferences", "raw_preferences", job_runner.source(), settings, where)
@@ -118,7 +117,8 @@ def test_main_with_user_error_writes_no_traceback(
 
 
 def test_main_with_programming_error_writes_its_traceback(make_job: MakeJob) -> None:
-    error = failure(make_job(validation_fraction="a tenth"))
+    error = failure(make_job(held_out=()))
+    assert error.type == "IndexError"
     assert error.traceback.startswith("Traceback (most recent call last)")
     assert error.traceback.rstrip().endswith(f"{error.type}: {error.message}")
 

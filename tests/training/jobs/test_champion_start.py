@@ -14,6 +14,7 @@ from tests.training.tiny_inputs import VOCABULARY
 from training.contract.errors import TrainingError
 from training.contract.identity.tokenizer_files import tokenizer_files
 from training.contract.protocol.job import Job
+from training.contract.protocol.locations import PolicyLocations
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def champion(tiny_inputs) -> tuple[Path, str]:
 
 def starting_from(inputs: Any, champion: tuple[Path, str], **changes: Any) -> Job:
     job = inputs.job("policy", settings(start_from="champion", **changes) | {"champion": champion[1]}, "after")
-    job = job.model_copy(update={"locations": {"champion": str(champion[0])}})
+    job = job.model_copy(update={"locations": PolicyLocations(champion=champion[0])})
     job.staging.mkdir(parents=True, exist_ok=True)
     return job
 

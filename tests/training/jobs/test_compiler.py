@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import factories
 from tests.training.job_runner import JobRunner
 from tests.training.runs import settings
 from training.contract.protocol.job import Failure, Job
@@ -25,7 +26,7 @@ def training(tiny_inputs) -> Job:
 def scoring(tiny_inputs, tmp_path) -> Job:
     inputs = {"tokenized_pairs": tiny_inputs.pairs, "reference_model": tiny_inputs.model}
     job = JobRunner(tmp_path / "workshop").job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
-    job = job.model_copy(update={"recipe": {"compute": {"compile": True}}})
+    job = job.model_copy(update={"recipe": factories.recipe(compute={"compile": True})})
     job.write()
     return job
 

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests import factories
 from tests.training import runs
 from tests.training.jobs import test_sft
 from tests.training.jobs.test_sft import EPS
@@ -107,7 +108,7 @@ def test_sft_before_a_balanced_policy_has_the_same_events(inputs: TinyInputs):
     """The sft job checks the policy's settings first, with a pass that reports the routing."""
     fields = test_sft.settings(router_aux_loss_coef=COEFFICIENT, epochs=1)
     alone, both = (inputs.job("sft", fields, name) for name in ("tuned", "tuned-and-trained"))
-    both = both.model_copy(update={"recipe": {"training": {"router_aux_loss_coef": 0.5}}})
+    both = both.model_copy(update={"recipe": factories.recipe(training={"router_aux_loss_coef": 0.5})})
     for job in (alone, both):
         test_sft.tune(job)
     assert timeless(told(both)) == timeless(told(alone))

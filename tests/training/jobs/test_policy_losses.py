@@ -17,7 +17,7 @@ from tests import factories
 from tests.training import runs
 from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
 from tests.training.tiny_inputs import build_tiny_inputs
-from training.contract.config.loss import Loss, LossType
+from training.contract.config.loss import LossType
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.store.logprob_table import LogProbTable
@@ -227,8 +227,8 @@ def test_read_table_with_tails_matches_plain_transformers(tiny_inputs):
     job, pairs = tiny_inputs.job("policy", settings({"ld_alpha": 0.3})), Pairs.open(tiny_inputs.pairs)
     held_out = pairs.indices("validation")
     table = LogProbTable.read(tiny_inputs.reference, len(pairs))
-    loss = Loss.model_validate(job.settings["loss"])
-    found = read_table(factories.context(job, events=EventWriter(job.events)), pairs, held_out, loss).tails_P2
+    context = factories.context(job, events=EventWriter(job.events))
+    found = read_table(context, pairs, held_out, context.settings.loss).tails_P2
     model, expected = AutoModelForCausalLM.from_pretrained(tiny_inputs.model), np.full((len(pairs), 2), np.nan)
     for at in held_out:
         common = table.tokens_P2[at].min()

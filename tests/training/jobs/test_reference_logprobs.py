@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests import factories
 from tests.training.job_runner import JobRunner
 from tests.training.model.architectures import GPT2, build
 from tests.training.runs import published
@@ -399,7 +400,7 @@ def test_reference_beyond_the_rotary_positions_of_the_config_writes_a_note(tiny_
 
 def test_reference_with_unknown_adapter_target_of_the_policy_raises(tiny_inputs, job_runner):
     """The check comes before the scoring, although only the later policy job needs the adapter."""
-    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    recipe = factories.recipe(training={"adapter": {"target_modules": ["q_prj"]}})
     job = tiny_job(tiny_inputs, job_runner).model_copy(update={"recipe": recipe})
     with pytest.raises(ModelError, match=r"'q_prj'.* LlamaForCausalLM .*\[adapter-target\]"):
         job_runner.run(job)

@@ -156,6 +156,6 @@ def test_sft_with_token_outside_the_vocabulary_raises(tiny_inputs):
 
 def test_sft_with_unknown_adapter_target_of_the_policy_raises(tiny_inputs):
     """The check comes before the tuning, although only the later policy job needs the adapter."""
-    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    recipe = factories.recipe(training={"adapter": {"target_modules": ["q_prj"]}})
     with pytest.raises(ModelError, match=r"'q_prj'.* LlamaForCausalLM .*\[adapter-target\]"):
         tune(tiny_inputs.job("sft", settings()).model_copy(update={"recipe": recipe}))

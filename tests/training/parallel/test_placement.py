@@ -18,6 +18,7 @@ from tests.training.tiny_inputs import build_tiny_inputs
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import ModelError
 from training.contract.protocol.job import Input, Job
+from training.contract.protocol.locations import PolicyLocations
 from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
 from training.model.load import load_model, named_tensors
@@ -189,7 +190,7 @@ def test_training_from_a_champion_in_shards_gives_the_same_losses(tmp_path: Path
     found = []
     for ranks, parallel in ((1, "auto"), (2, "fsdp")):
         job = inputs.job("policy", settings, f"{parallel}-{ranks}", parallel=parallel)
-        job = job.model_copy(update={"locations": {"champion": str(other)}})
+        job = job.model_copy(update={"locations": PolicyLocations(champion=other)})
         job.write()
         found.append(losses(published(job, forker.run(job, ranks))))
         assert any("tokens of 90 sequences" in text for text in notes(job))
