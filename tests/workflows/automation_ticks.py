@@ -17,17 +17,16 @@ BELOW_ROWS = {*ABOVE_POLICY, *BELOW_POLICY}
 
 
 def definitions_of(folder):
-    """Return the definitions of the recipe as its file is now."""
-    return _definitions(folder, (folder / "defs.yaml").read_text())
-
-
-@lru_cache(maxsize=8)
-def _definitions(folder, text):
-    """Build them once for each text: a test asks for them some forty times, and building them takes 50 ms."""
     return dg.Definitions.merge(
         load_recipe(folder).definitions,
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
+
+
+@lru_cache(maxsize=8)
+def _definitions_of_text(folder, text):
+    """Build the definitions once for each text: a test asks for them forty times, and building them takes 50 ms."""
+    return definitions_of(folder)
 
 
 class Conditions:
@@ -40,10 +39,14 @@ class Conditions:
         self.folder, self.instance, self.cursor = folder, instance, None
         self.pipeline = load_recipe(folder).pipeline
 
+    @property
+    def definitions(self):
+        """Return the definitions of the recipe as its file is now."""
+        return _definitions_of_text(self.folder, (self.folder / "defs.yaml").read_text())
+
     def tick(self):
         """Return the assets that one tick requests."""
-        definitions = definitions_of(self.folder)
-        result = dg.evaluate_automation_conditions(definitions, self.instance, cursor=self.cursor)
+        result = dg.evaluate_automation_conditions(self.definitions, self.instance, cursor=self.cursor)
         self.cursor = result.cursor
         keys = [self.pipeline.key(asset) for asset in GRAPH]
         return {key.path[1] for key in keys if result.get_num_requested(key)}
@@ -58,14 +61,14 @@ class Conditions:
 
     def made_of(self, asset):
         """Return the tags of a materialization that begins now, with the currently recorded inputs."""
-        node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
+        node = self.definitions.resolve_asset_graph().get(self.pipeline.key(asset))
         above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
         inputs = {input_version_tag(key): found for key, found in above.items()}
         return {"dagster/code_version": node.code_version, **inputs}
 
     def begin(self, *assets):
         """Return a run of `assets` that has begun."""
-        job = definitions_of(self.folder).resolve_implicit_global_asset_job_def()
+        job = self.definitions.resolve_implicit_global_asset_job_def()
         keys = {self.pipeline.key(asset) for asset in assets}
         return self.instance.create_run_for_job(
             job.get_subset(asset_selection=keys), asset_selection=frozenset(keys), status=dg.DagsterRunStatus.STARTED
@@ -82,5 +85,5 @@ class Conditions:
         self.instance.report_runless_asset_event(evaluation)
 
     def _checks(self, asset):
-        graph = definitions_of(self.folder).resolve_asset_graph()
+        graph = self.definitions.resolve_asset_graph()
         return [key.name for key in graph.get(self.pipeline.key(asset)).check_keys]
