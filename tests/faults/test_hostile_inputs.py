@@ -282,7 +282,7 @@ def test_hostile_input_is_refused(name: str, folder: Path, tmp_path: Path, recor
 
 def _quarantined(services: Services, assets: Any) -> str:
     fingerprint = next((a.fingerprint for a in assets if a.asset == "raw_preferences"), None)
-    return str(services.store.open("raw_preferences", fingerprint).details) if fingerprint else ""
+    return str(services.store.open("raw_preferences", fingerprint).stored_details) if fingerprint else ""
 
 
 def _peak_mib() -> int:

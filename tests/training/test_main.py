@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -34,10 +34,11 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> MakeJob:
-    def make(held_out: Sequence[bool] = (False,)) -> Job:
+    def make(validation_fraction: float = 0.1, held_out: Sequence[bool] = (False,)) -> Job:
         source = tmp_path / "pairs.jsonl"
         source.write_text(json.dumps(PAIR) + "\n")
-        settings = {"formats": ["auto"], "held_out": held_out, "duplicates": "keep", "validation_fraction": 0.1}
+        settings: dict[str, Any] = {"formats": ["auto"], "held_out": held_out, "duplicates": "keep"}
+        settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(source)}])
         job_runner = JobRunner(tmp_path)
         return job_runner.job("preferences", "raw_preferences", job_runner.source(), settings, where)
@@ -118,7 +119,6 @@ def test_main_with_user_error_writes_no_traceback(
 
 def test_main_with_programming_error_writes_its_traceback(make_job: MakeJob) -> None:
     error = failure(make_job(held_out=()))
-    assert error.type == "IndexError"
     assert error.traceback.startswith("Traceback (most recent call last)")
     assert error.traceback.rstrip().endswith(f"{error.type}: {error.message}")
 

@@ -15,6 +15,7 @@ from tests.training.runs import SIDES, losses, naive_losses, published, settings
 from training.contract.config.training import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.job import Input, Job
+from training.contract.protocol.settings import NoSettings
 from training.contract.store.artifact import JobResult
 from training.distributed import ALONE
 from training.jobs import merge_adapter
@@ -146,7 +147,9 @@ def test_exported_adapter_merged_later_has_the_bits_of_the_merged_export(exporte
     assert of_alone.fingerprint == adapter_fingerprint(alone.staging, reference.fingerprint)
     policy = Input(kind="policy", fingerprint=of_alone.fingerprint, folder=alone.staging)
     inputs = {"policy": policy, "reference_model": reference}
-    job = alone.model_copy(update={"kind": "merge", "artifact": "merged_policy", "inputs": inputs, "settings": {}})
+    job = alone.model_copy(
+        update={"kind": "merge", "artifact": "merged_policy", "inputs": inputs, "settings": NoSettings()}
+    )
     job.staging.mkdir(parents=True)
     assert merge_adapter.run(factories.context(job)).fingerprint == of_merged.fingerprint
     later, at_once = (load_file(j.staging / "model.safetensors") for j in (job, merged))

@@ -27,7 +27,7 @@ from training.contract.config.loss import Loss
 from training.contract.config.recipe import Compute
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TemplateError, TrainingError
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.job import Failure, Job
+from training.contract.protocol.job import Job
 from training.contract.protocol.settings import EvaluationSpec
 from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
@@ -36,7 +36,7 @@ from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import ALONE
 from training.evaluation.generate import answers, greedy, spread_prompts, stop_tokens
 from training.jobs import evaluation as evaluation_job
-from training.main import main
+from training.main import _explain
 from training.model.load import load_model
 from training.scoring.accuracy import wilson_interval
 from training.scoring.pairs import score_pairs
@@ -513,9 +513,9 @@ def test_report_shows_messages_or_decoded_tokens_without_them(setup, tmp_path):
 
 
 def test_evaluation_without_memory_writes_advice(setup):
-    """Answers of that length exceed any address space, so torch's allocator fails."""
-    job = setup.job(max_new_tokens=10**15)
-    assert main(job.path) == 1
-    failure = Failure.model_validate_json(job.error.read_bytes())
-    assert failure.message.startswith("evaluation: ") and "can't allocate memory" in failure.message
-    assert re.search(r"`compute\.processes_per_node`, .*`compute\.parallel: fsdp`.*\[out-of-memory\]$", failure.message)
+    """A tensor of that size exceeds any address space, so torch's allocator fails."""
+    with pytest.raises(RuntimeError) as lacking:
+        torch.zeros(1 << 60, dtype=torch.uint8)
+    message = str(_explain(setup.job(), lacking.value))
+    assert message.startswith("evaluation: ") and "can't allocate memory" in message
+    assert re.search(r"`compute\.processes_per_node`, .*`compute\.parallel: fsdp`.*\[out-of-memory\]$", message)
