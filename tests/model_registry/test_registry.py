@@ -24,6 +24,8 @@ from model_registry.tracking import Tracker
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.identity.model_identity import weights_identity
 
+pytestmark = pytest.mark.slow
+
 IDENTITY = {"pedigree.policy": "a" * 64}
 # Loads by the champion's address, in a separate process and from another folder, as a user would.
 USE_MODEL = """

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.training.evaluation.pages import page_of
@@ -34,6 +34,7 @@ def test_histogram_on_one_side_of_zero_has_no_tick_over_another(margins, ticks):
     assert [tick.text for tick in histogram(margins).ticks] == ticks
 
 
+@settings(deadline=None)  # a page takes 0.3 s on a busy machine
 @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=5))
 @example([-0.9])  # in floats, 40 * (0.9 / 40) is 1e-16 less
 @example(list(np.linspace(-1, 1, 500)))

@@ -19,6 +19,8 @@ from workflows.definitions import defs
 from workflows.recipes.component import DEFS
 from workflows.recipes.discovery import extra_recipes, load_recipes, recipe_folders, recipe_place
 
+pytestmark = pytest.mark.slow
+
 
 def assert_fails_alone(name: str, code: str, values: list[str], others: set[str]) -> None:
     found, prefix = defs(), name.replace("-", "_")

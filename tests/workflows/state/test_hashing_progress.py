@@ -15,6 +15,8 @@ from training.contract.protocol.events import Event, read_events
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from model_registry.connection import connect
 from tests.workflows.homes import check_error
 from workflows.orchestration.resources import build_services, dagster_instance, prepare_home
 
+pytestmark = pytest.mark.slow
+
 
 def at_once(count: int, work) -> list[int | None]:
     """Start `count` processes that begin `work` at the same moment. Return their exit codes."""

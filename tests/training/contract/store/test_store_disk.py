@@ -17,6 +17,8 @@ from training.contract.store.manifest import MANIFEST, Derivation
 from training.contract.store.store import Store
 from training.contract.system.locks import is_held, try_lock
 
+pytestmark = pytest.mark.slow
+
 KIND, FINGERPRINT = "policy", "f" * 64
 DERIVATION = Derivation(kind=KIND, code_version="1", inputs={}, settings={})
 

@@ -14,6 +14,8 @@ from training.contract.system.child_process import MEMORY_BYTES, MemoryExceeded,
 from training.data.templates import render_limits
 from training.data.templates.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 TURNS = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"})
 WRITE_ALL = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
 DOUBLING = "{% set n = namespace(t='a') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}"
