@@ -54,12 +54,12 @@ class Node:
         """Return the version by which Dagster detects a change of the asset's algorithm or of its fields in the recipe."""
         return f"{self.version}-{short(fingerprint('settings', key_settings(self.reads(recipe))))}"
 
-    def inputs(self, recipe: Recipe) -> tuple[AssetName, ...]:
-        """Return the direct dependencies in this recipe."""
-        return (*self.needs, *self.may_need(recipe))
+    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the names of the direct dependencies in this recipe."""
+        return tuple(name.value for name in (*self.needs, *self.may_need(recipe)))
 
 
-GRAPH: dict[str, Node] = {
+_NODES: dict[AssetName, Node] = {
     AssetName.PREFERENCE_SOURCE: Node(
         "sources",
         ("json",),
@@ -165,6 +165,8 @@ GRAPH: dict[str, Node] = {
         reads=ReleasedModelSettings.of,
     ),
 }
+# By plain text: Dagster, Click and YAML treat members of an enum in their own ways.
+GRAPH: dict[str, Node] = {name.value: node for name, node in _NODES.items()}
 
 
 def with_upstream(recipe: Recipe, asset: str) -> list[str]:
@@ -182,6 +184,6 @@ def derive(asset: str, inputs: Fingerprints, *settings: Settings) -> Derivation:
     `inputs`: fingerprints by asset name.
     """
     version = GRAPH[asset].version if asset in GRAPH else "1"
-    sources = {str(name): Source(kind=name, fingerprint=digest) for name, digest in inputs.items()}
+    sources = {str(name): Source(kind=str(name), fingerprint=digest) for name, digest in inputs.items()}
     fields = {name: value for part in settings for name, value in key_settings(part).items()}
-    return Derivation(kind=asset, code_version=version, inputs=sources, settings=fields)
+    return Derivation(kind=str(asset), code_version=version, inputs=sources, settings=fields)

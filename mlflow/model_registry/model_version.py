@@ -17,8 +17,8 @@ LINEAGE_TAG = "pedigree.lineage"
 MERGED = "merged_policy"  # the kind of a policy trained as an adapter and merged into its base
 LINEAGE_FILE = "lineage.json"
 _PREFIX = "pedigree."
-_WEIGHTS = ("policy", MERGED)
-_NEEDED = ("evaluation", AssetName.RELEASE_SPEC, AssetName.TOKENIZATION_SPEC, AssetName.RAW_PREFERENCES)
+_WEIGHTS = (AssetName.POLICY, MERGED)
+_NEEDED = (AssetName.EVALUATION, AssetName.RELEASE_SPEC, AssetName.TOKENIZATION_SPEC, AssetName.RAW_PREFERENCES)
 _TAGGED = (*_WEIGHTS, *_NEEDED)
 
 

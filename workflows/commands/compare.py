@@ -124,7 +124,7 @@ def _read_evaluation(history: History, services: Services, fingerprint: str, sou
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
         note = f"none of its evaluated sources is named `{source}` (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(note,), lacks_source=True)
-    ancestors, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
+    ancestors, scale_of_loss = history.ancestry({AssetName.EVALUATION: fingerprint}), scale(artifact)
     raw_preferences, notes = ancestors[AssetName.RAW_PREFERENCES].fingerprint, _change_notes(history, services)
     leakage = find_leakage(services.store, [ancestors[AssetName.POLICY].fingerprint], rows, raw_preferences)
     if leaked := len(leakage.pairs):

@@ -125,7 +125,8 @@ def report_of(
     evaluated = done.get(AssetName.EVALUATION, Materialization()).fingerprint
     details = services.store.open(EVALUATION, evaluated).details if evaluated else None
     trained, judged, released = (
-        done.get(name, Materialization()).metadata for name in ("policy", "evaluation", AssetName.RELEASED_MODEL)
+        done.get(name, Materialization()).metadata
+        for name in (AssetName.POLICY, AssetName.EVALUATION, AssetName.RELEASED_MODEL)
     )
     return RunReport(
         recipe=pipeline.name,

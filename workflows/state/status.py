@@ -101,10 +101,12 @@ class _StatusResolver:
         try:
             cause = release_problem(self._services, self._pipeline, key)
         except RegistryError as error:
-            return AssetStatus(AssetName.RELEASED_MODEL, "fresh", (f"its version could not be checked: {error}",), key)
+            return AssetStatus(
+                AssetName.RELEASED_MODEL.value, "fresh", (f"its version could not be checked: {error}",), key
+            )
         if cause is None:
-            return AssetStatus(AssetName.RELEASED_MODEL, "fresh", (), key)
-        return AssetStatus(AssetName.RELEASED_MODEL, "stale", (cause,), key)
+            return AssetStatus(AssetName.RELEASED_MODEL.value, "fresh", (), key)
+        return AssetStatus(AssetName.RELEASED_MODEL.value, "stale", (cause,), key)
 
     def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
         if (fault := self._expected[asset].fault) is not None:

@@ -39,4 +39,4 @@ def test_cancel_of_training_saves_a_checkpoint(tiny_inputs: Any, monkeypatch: py
 
 def test_grace_seconds_of_a_job_without_checkpoints_is_one(tiny_inputs: Any):
     assert tiny_inputs.job("policy", SETTINGS, grace_seconds=17).grace_seconds == 17
-    assert tiny_inputs.job("reference", SETTINGS, grace_seconds=17).grace_seconds == 1
+    assert tiny_inputs.job("reference", {}, grace_seconds=17).grace_seconds == 1

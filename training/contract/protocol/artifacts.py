@@ -38,18 +38,18 @@ class AssetName(StrEnum):
 
 CHAMPION = "champion"  # the input of a training that starts from a released version
 
-PREFERENCE_SOURCE = ArtifactKind(AssetName.PREFERENCE_SOURCE, SourceDetails)
-BASE_MODEL = ArtifactKind(AssetName.BASE_MODEL, ModelDetails)
-TOKENIZATION_SPEC = ArtifactKind(AssetName.TOKENIZATION_SPEC, TokenizationDetails)
-TRAINING_SPEC = ArtifactKind(AssetName.TRAINING_SPEC, Details)
-EVALUATION_SPEC = ArtifactKind(AssetName.EVALUATION_SPEC, Details)
-RELEASE_SPEC = ArtifactKind(AssetName.RELEASE_SPEC, ReleaseFilesDetails)
-RAW_PREFERENCES = ArtifactKind(AssetName.RAW_PREFERENCES, RowsDetails)
-TOKENIZED_PAIRS = ArtifactKind(AssetName.TOKENIZED_PAIRS, PairsDetails)
-REFERENCE_MODEL = ArtifactKind(AssetName.REFERENCE_MODEL, ReferenceModelDetails)
-REFERENCE_LOGPROBS = ArtifactKind(AssetName.REFERENCE_LOGPROBS, LogProbsDetails)
-POLICY = ArtifactKind(AssetName.POLICY, PolicyDetails)
-EVALUATION = ArtifactKind(AssetName.EVALUATION, EvaluationDetails)
+PREFERENCE_SOURCE = ArtifactKind(AssetName.PREFERENCE_SOURCE.value, SourceDetails)
+BASE_MODEL = ArtifactKind(AssetName.BASE_MODEL.value, ModelDetails)
+TOKENIZATION_SPEC = ArtifactKind(AssetName.TOKENIZATION_SPEC.value, TokenizationDetails)
+TRAINING_SPEC = ArtifactKind(AssetName.TRAINING_SPEC.value, Details)
+EVALUATION_SPEC = ArtifactKind(AssetName.EVALUATION_SPEC.value, Details)
+RELEASE_SPEC = ArtifactKind(AssetName.RELEASE_SPEC.value, ReleaseFilesDetails)
+RAW_PREFERENCES = ArtifactKind(AssetName.RAW_PREFERENCES.value, RowsDetails)
+TOKENIZED_PAIRS = ArtifactKind(AssetName.TOKENIZED_PAIRS.value, PairsDetails)
+REFERENCE_MODEL = ArtifactKind(AssetName.REFERENCE_MODEL.value, ReferenceModelDetails)
+REFERENCE_LOGPROBS = ArtifactKind(AssetName.REFERENCE_LOGPROBS.value, LogProbsDetails)
+POLICY = ArtifactKind(AssetName.POLICY.value, PolicyDetails)
+EVALUATION = ArtifactKind(AssetName.EVALUATION.value, EvaluationDetails)
 MERGED_POLICY = ArtifactKind("merged_policy", Details)  # an adapter merged into its base, for a release
 RESCORED = ArtifactKind("proof", RescoredDetails)  # pairs scored again, for `verify` and `inspect`
 
