@@ -130,7 +130,11 @@ def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, histor
             f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first",
             "stale-logprobs",
         )
-    inputs = {AssetName.TOKENIZED_PAIRS: pairs, AssetName.REFERENCE_LOGPROBS: logprobs, AssetName.POLICY: policy}
+    inputs: dict[str, Artifact] = {
+        AssetName.TOKENIZED_PAIRS: pairs,
+        AssetName.REFERENCE_LOGPROBS: logprobs,
+        AssetName.POLICY: policy,
+    }
     base = base_of(policy, history.store)
     return inputs if base is None else {**inputs, AssetName.REFERENCE_MODEL: base}
 
