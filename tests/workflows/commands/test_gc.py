@@ -174,7 +174,7 @@ def test_gc_keeps_folders_of_running_and_resumable_jobs(checkout):
     for folder in staging:
         folder.mkdir(parents=True)
     lock = checkout.home / "store" / "locks" / f"{running.artifact}-{running.derivation.key}.lock"
-    interrupted = interrupted.model_copy(update={"settings": {**interrupted.settings, "seed": 1}})
+    interrupted = interrupted.model_copy(update={"settings": interrupted.settings.model_copy(update={"seed": 1})})
     interrupted.write()
     (interrupted.checkpoints / "key" / "step-00000004").mkdir(parents=True)
     with open(lock, "ab") as file:
@@ -252,7 +252,7 @@ def test_gc_keeps_items_in_use_since_they_were_listed(checkout):
     with holding([*(store.lock_file(*key) for key in keys), aside.with_name("claimed.lock")]) as free:
         assert free
         assert [sweep.remove(item) for item in items] == [False] * 4
-    interrupted = job.model_copy(update={"settings": {**job.settings, "seed": 1}})
+    interrupted = job.model_copy(update={"settings": job.settings.model_copy(update={"seed": 1})})
     interrupted.write()
     (interrupted.checkpoints / "key" / "step-00000004").mkdir(parents=True)
     assert [item.kind for item in items if sweep.remove(item)] == ["training_spec", "staging", "staging"]

@@ -190,8 +190,10 @@ def test_keys_of_a_minimal_recipe_are_unchanged():
         "tokenized_pairs",
         "reference_logprobs",
     }
-    faster = recipe.training.model_copy(update={"head_precision": "float8"})
-    balanced = recipe.training.model_copy(update={"router_aux_loss_coef": 0.01})
+    rounded = recipe.training.model_copy(update={"precision": "bfloat16"})
+    recipe = recipe.model_copy(update={"training": rounded})
+    faster = rounded.model_copy(update={"head_precision": "float8"})
+    balanced = rounded.model_copy(update={"router_aux_loss_coef": 0.01})
     dated = recipe.tokenization.model_copy(update={"date": datetime.date(2026, 11, 22)})
     for section, changed in (("training", faster), ("training", balanced), ("tokenization", dated)):
         other, asset = recipe.model_copy(update={section: changed}), f"{section}_spec"
