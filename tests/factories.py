@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.workflows.question_pairs import VOCABULARY, pairs, write_data
 from training.contract.config.key_settings import Settings
 from training.contract.config.recipe import Compute, Recipe
+from training.contract.identity.software import SCORING_VERSION
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.protocol.settings import TokenizerIdentity
 from training.contract.protocol.spec_files import TokenizationSpec
 from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import Details, DetailsT
-from training.contract.store.logprob_cache import SCORING_VERSION
 from training.contract.store.manifest import Derivation, Source
 from training.distributed import ALONE, Group
 from training.job_context import JobContext

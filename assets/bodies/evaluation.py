@@ -15,7 +15,7 @@ from assets.execution.materialize import JobSpec, materialize
 from assets.views.metadata import figures_table, margin_histogram, optional_table, rounded, sample_answers
 from assets.views.pages import publish_report
 from assets.views.sentences import of_evaluation
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.config.loss import Loss
 from training.contract.protocol.artifacts import EVALUATION, POLICY, AssetName
 from training.contract.protocol.details import EvaluationDetails, PolicyDetails

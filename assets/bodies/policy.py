@@ -20,7 +20,7 @@ from assets.views.sentences import of_policy
 from model_registry.charts import view_of
 from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import TrackedRun
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import POLICY, TOKENIZED_PAIRS, AssetName

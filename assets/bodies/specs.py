@@ -17,7 +17,7 @@ from assets.inputs.version_repair import restore_files, restore_named
 from assets.pipeline.pipeline import Pipeline
 from assets.views.metadata import verbatim
 from assets.views.sentences import of_evaluation_settings, of_release_files, of_tokenization, of_training
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.protocol.artifacts import (
     EVALUATION_SPEC,
     RELEASE_SPEC,

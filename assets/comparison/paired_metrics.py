@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from assets.views.pair_reader import SIDES
 from model_registry.gate import GateMetric, Prompts, Values
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.artifacts import AssetName

@@ -23,7 +23,8 @@ from assets.inputs.shipped_files import LocatedShippedFiles, locate_shipping
 from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services, emitting
 from training.contract.config.data_source import DataSource
-from training.contract.config.key_settings import JsonObject, Settings
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import Settings
 from training.contract.files.hub import check_files
 from training.contract.files.local_files import data_format
 from training.contract.identity.fingerprint import fingerprint

@@ -22,7 +22,7 @@ from assets.pipeline.pipeline import Pipeline
 from model_registry.model_version import Version
 from model_registry.registry import Registry
 from training.contract.config.data_source import DataSource
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.config.recipe import Recipe
 from training.contract.errors import DataError, ModelError, without_code
 from training.contract.files.hub import CARD, CARD_FILES, Repository

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from assets.inputs.current import ResolvedInput
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store

@@ -26,7 +26,7 @@ from assets.lineage.release_diff import release_changes
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
 from assets.pipeline.graph import GRAPH
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import TOKENIZATION_SPEC

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from assets.inputs.resolve import LocatedTokenizer
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import PedigreeError
 from training.contract.identity.chat_template import chat_template
 from training.contract.protocol.spec_files import SPEC_FILE

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import LogProbTable

@@ -7,7 +7,7 @@ latest run of each recipe.
 
 import json
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 
 _TAG = "mlflow.sharedViewState."
 ALL_RUNS = "all"

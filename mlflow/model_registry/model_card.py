@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.details import EvaluationDetails
 from training.contract.store.artifact import Artifact

@@ -21,7 +21,7 @@ from model_registry.client.mlflow_patches import (
     name_pipeline_class,
     skip_comparison_of_requirements,
 )
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
 

@@ -15,7 +15,7 @@ import mlflow.transformers
 import pandas as pd
 from mlflow.exceptions import MlflowException
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 
 _MAX_TOKENS = 1024  # of an answer, if neither request nor model set it; the default of `transformers serve`
 _SUPPORTED = ("messages", "temperature", "max_tokens", "top_p", "stop")

@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import assets.pipeline.graph
 import training.contract.identity.software
 from assets.pipeline.graph import GRAPH
+from training.contract.protocol import settings as settings_models
 from training.contract.store import logprob_cache
 
 
@@ -88,7 +88,7 @@ def code_version(asset: str, version: str = "another") -> Edit:
 
 def another_scoring(sandbox: Sandbox) -> None:
     """Change the version of scoring wherever it was imported, as a release with another forward pass does."""
-    for module in (logprob_cache, assets.pipeline.graph):
+    for module in (logprob_cache, settings_models):
         sandbox.patch.setattr(module, "SCORING_VERSION", "another")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from training.checkpoint.checkpoint import Checkpoints, TrainingState
 from training.checkpoint.tensor_slices import TensorSlice, write_pieces
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.store.manifest import FileEntry

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from training.checkpoint.tensor_slices import LocalRows, TensorSlice, TensorSliceReader, piece_of
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptArtifact
 from training.contract.protocol.job import checkpoints_of, committed_steps
 from training.contract.store.manifest import (

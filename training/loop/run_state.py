@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from training.checkpoint.checkpoint import Checkpoints
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.job_context import JobContext
 from training.loop.train_step import peak_memory_mb
 

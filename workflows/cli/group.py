@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.system.imports import import_without_gc
 
 

@@ -11,7 +11,7 @@ import click
 
 from assets.bodies.release import promotion_lock
 from assets.execution.rescore import SetAside, set_scores_aside
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from workflows.cli import tables
 from workflows.cli.options import as_json_option, find_free, recipe_argument
 from workflows.cli.output import print_found, reporting

@@ -19,7 +19,7 @@ from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
 from assets.execution.interruption import INTERRUPTED
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import PedigreeError
 from training.contract.files.hub import pin_hub_revisions
 from training.contract.system.atomic_io import READ_ONLY_HINT, SHARED_HOME_HINT, free_bytes

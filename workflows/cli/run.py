@@ -10,7 +10,7 @@ import click
 
 from assets.execution.interruption import is_interruption
 from assets.pipeline.graph import GRAPH
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from workflows.cli import tables
 from workflows.cli.group import print_json
 from workflows.cli.options import as_json_option, find_free, recipe_argument

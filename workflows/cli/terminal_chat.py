@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from workflows.servers.server_processes import UNPROXIED
 
 _PROMPT = "> "

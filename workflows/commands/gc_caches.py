@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.config.fields import Dtype
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptArtifact
 from training.contract.protocol.artifacts import REFERENCE_LOGPROBS, AssetName
 from training.contract.protocol.details import PairsDetails, RowsDetails

@@ -16,7 +16,7 @@ from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_page import render_page
 from assets.views.pair_reader import PairReader, TokenizedRow, find_row
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import PedigreeError, UsageError
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import short

@@ -34,7 +34,8 @@ from assets.lineage.diff import changes_since
 from assets.lineage.history import History
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
-from training.contract.config.key_settings import JsonObject, key_settings
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.identity.fingerprint import fingerprint

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from workflows.servers.proxy_settings import ProxySettings
 from workflows.servers.same_origin import SameOriginOnly, is_loopback
 

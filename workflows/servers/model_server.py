@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model_registry.model_version import Version
 from model_registry.registry import Registry
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.json_objects import read_object
 from training.contract.identity.tokenizer_files import CHAT_TEMPLATES, holds_tokenizer

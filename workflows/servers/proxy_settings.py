@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel
 
 from training.contract.config.fields import StrictModel
-
-JsonObject = dict[str, Any]  # the content of a JSON file or of a JSON column, of any version
+from training.contract.config.json_object import JsonObject
 
 _T = TypeVar("_T")
 _LATER = "added later"

@@ -12,7 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, WithJsonSchema, model_serializer, model_validator
 
 from training.contract.config.fields import NUMERIC, ConfigSection, NonNegative, Positive, Share
-from training.contract.config.key_settings import AddedLater, JsonObject
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import AddedLater
 
 
 @dataclass(frozen=True)

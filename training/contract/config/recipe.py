@@ -21,7 +21,8 @@ from training.contract.config.fields import (
     Share,
     Text,
 )
-from training.contract.config.key_settings import AddedLater, JsonObject
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import AddedLater
 from training.contract.config.release import Release
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.errors import RecipeError

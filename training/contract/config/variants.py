@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from training.contract.config.fields import ConfigSection, NamePattern
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.config.recipe import Recipe
 
 VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digits, `-` and `_`")]

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import TemplateError
 
 _JINJA, _CONFIG, _PROCESSOR = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import ModelError
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.config.fields import StrictModel
-from training.contract.config.key_settings import JsonObject, Settings
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import Settings
 from training.contract.errors import ModelError
 from training.contract.identity.file_hashing import Tally, hash_in_threads
 from training.contract.identity.fingerprint import canonical_json, fingerprint

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 
 _LENGTH_BYTES = 8
 _DTYPES = {"F64": "<f8", "F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "|u1"}

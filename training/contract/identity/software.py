@@ -16,6 +16,8 @@ from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.system.cgroups import accelerator
 
 SOFTWARE = "software"  # the setting
+# The version of the scoring algorithm (training.model). A new version makes all cached log-probs unused.
+SCORING_VERSION = "shared-prefix-1"
 COMPARED = 64  # rows, or sequences, in the sample
 _LIBRARIES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
 _OF_TOKENS = ("transformers", "tokenizers", "jinja2")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import DataError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import short

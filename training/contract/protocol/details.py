@@ -5,7 +5,7 @@ Field names are stored. Renaming one needs a migration.
 
 from pydantic import Field
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.store.artifact_kind import Details, Figure, StoredModel
 
 

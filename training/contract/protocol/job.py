@@ -13,7 +13,8 @@ from pydantic import SerializeAsAny, field_serializer, model_validator
 from typing_extensions import TypeVar  # with a default, as in Python 3.13
 
 from training.contract.config.fields import StrictModel
-from training.contract.config.key_settings import JsonObject, Settings, key_settings
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import Settings, key_settings
 from training.contract.config.recipe import Compute, Recipe
 from training.contract.identity.file_stamps import Stamps
 from training.contract.identity.fingerprint import short

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from training.contract.config.data_source import DataSource
 from training.contract.config.fields import Date, Dtype, SourceName, StrictModel
-from training.contract.config.key_settings import AddedLater, JsonObject, Settings
+from training.contract.config.json_object import JsonObject
+from training.contract.config.key_settings import AddedLater, Settings
 from training.contract.config.loss import Loss
 from training.contract.config.recipe import Evaluation, Recipe
 from training.contract.config.release import Gate, Generation, Release
 from training.contract.config.training import SupervisedTuning, Training
-from training.contract.identity.software import scoring_software, token_software
+from training.contract.identity.software import SCORING_VERSION, scoring_software, token_software
 from training.contract.store.artifact_kind import StoredModel
-from training.contract.store.logprob_cache import SCORING_VERSION
 
 Software = dict[str, str]  # the version of each library, and the device
 

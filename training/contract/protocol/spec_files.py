@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.store.artifact_kind import StoredModel
 
 SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"

@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from pydantic import Field
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.store.artifact_kind import ArtifactKind, Details, DetailsT, OtherT
 from training.contract.store.checksummed_json import ChecksummedModel
 from training.contract.store.manifest import Derivation, Manifest

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from typing_extensions import TypeVar  # with a default, as in Python 3.13
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import StoreError
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import KEY_BYTES, fingerprint
+from training.contract.identity.software import SCORING_VERSION
 from training.contract.store.artifact import Artifact, JobResult
 from training.contract.store.logprob_shard import (
     Counts,
@@ -28,8 +29,6 @@ from training.contract.store.logprob_shard import (
 from training.contract.store.manifest import Derivation
 from training.contract.store.shard_cache import Keys, Rows, ShardCache, ShardDetails
 
-# The version of the scoring algorithm (training.model). A new version makes all cached log-probs unused.
-SCORING_VERSION = "shared-prefix-1"
 _FORMAT = "2"
 
 

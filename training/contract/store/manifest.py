@@ -17,7 +17,7 @@ from typing import Self
 from pydantic import field_validator
 
 from training.contract.config.fields import StrictModel
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.identity.file_hashing import hash_files
 from training.contract.identity.fingerprint import SCHEMA_VERSION, fingerprint, short

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, overload
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.hash_cache import HashCache

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.config.recipe import RESERVED
 from training.contract.files.arrow_rows import without_nulls
 from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, clean_text, strict_json, text_of

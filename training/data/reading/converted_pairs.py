@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.identity.fingerprint import canonical_json, canonical_object, fingerprint, value_digest
 from training.contract.store.row_cache import KEY_BYTES, NewShard, PairCache
 from training.contract.store.shard_cache import Keys

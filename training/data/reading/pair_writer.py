@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile
 from training.contract.identity.fingerprint import StreamFingerprint, value_digest

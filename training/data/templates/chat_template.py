@@ -16,7 +16,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint
 from training.data.formats.messages import Message, message

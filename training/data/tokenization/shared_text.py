@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from training.contract.config.key_settings import JsonObject
+from training.contract.config.json_object import JsonObject
 
 _JOINED = 32
 # These treat each piece of a text alike. Others, such as Metaspace with `prepend_scheme: first`, look at its place in the text.
