@@ -37,6 +37,7 @@ from training.contract.identity.fingerprint import short
 from training.contract.identity.model_identity import weights_identity
 from training.contract.protocol.artifacts import POLICY
 from training.contract.protocol.events import Event
+from training.contract.protocol.locations import PolicyLocations
 from training.contract.protocol.settings import ScoringSettings, TrainingSpec
 from workflows.commands.inspect_pair import inspect_row
 from workflows.commands.plan import plan
@@ -750,7 +751,7 @@ def test_jobs_of_one_asset_have_different_folders(baseline: Baseline, sandbox: S
     """Variants run at the same time, and each writes its events to its folder."""
     pipeline, works = (
         load_recipe(sandbox.folder).pipeline,
-        [JobSpec("policy", TrainingSpec(seed=seed)) for seed in (0, 1)],
+        [JobSpec("policy", TrainingSpec(seed=seed), PolicyLocations()) for seed in (0, 1)],
     )
     assert len({describe_job(pipeline, baseline.services, "policy", work, {}).folder for work in works}) == 2
 
