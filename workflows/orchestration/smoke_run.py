@@ -26,6 +26,7 @@ from training.contract.config.key_settings import Settings
 from training.contract.identity.fingerprint import fingerprint
 from training.contract.protocol.artifacts import BASE_MODEL, POLICY, REFERENCE_LOGPROBS, TRAINING_SPEC, AssetName
 from training.contract.protocol.details import PairsDetails, PolicyDetails
+from training.contract.protocol.locations import PolicyLocations
 from training.contract.protocol.settings import TrainingSpec
 from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.artifact import Artifact, JobResult
@@ -103,7 +104,7 @@ def _train(pipeline: Pipeline, services: Services, pairs: Artifact, log: Logger)
     scoring = JobSpec("reference", GRAPH[AssetName.REFERENCE_LOGPROBS].reads(pipeline.recipe))
     table = make(pipeline, services, REFERENCE_LOGPROBS, scoring, inputs, log).artifact
     inputs |= {AssetName.REFERENCE_LOGPROBS: table.fingerprint, AssetName.TRAINING_SPEC: spec.fingerprint}
-    work = JobSpec("policy", TrainingSpec.model_validate(spec.json(SPEC_FILE)))
+    work = JobSpec("policy", TrainingSpec.model_validate(spec.json(SPEC_FILE)), PolicyLocations())
     job = describe_job(pipeline, services, POLICY.name, work, inputs)
     with services.store.lock(POLICY.name, job.derivation.key) as lock:  # not looked up: the purpose is to run it
         policy = run_work(services, POLICY, job, work, lock, log)
