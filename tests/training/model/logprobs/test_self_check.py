@@ -15,7 +15,6 @@ from tests.training.tiny_inputs import VOCABULARY, TinyInputs
 from training.contract.errors import ModelError
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import JobKind
-from training.distributed import ALONE
 from training.main import WORK
 from training.model.logprobs.self_check import check_exact, tiny_groups
 
@@ -118,7 +117,7 @@ def test_jobs_run_the_self_check_on_their_model(tiny_inputs: TinyInputs, kind: J
         tiny_inputs.model
     )
     with pytest.raises(ModelError, match=r"\[self-check\]"):
-        importlib.import_module(WORK[kind]).run(tiny_inputs.job(kind, job_settings), ALONE, EventWriter(None))
+        importlib.import_module(WORK[kind]).run(factories.context(tiny_inputs.job(kind, job_settings)))
 
 
 def test_a_model_with_nan_log_probs_passes(check_notes):
