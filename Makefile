@@ -27,7 +27,7 @@ ui: install
 
 # A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once. Long files come first.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not system and not long'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not system and not long'
 
 # All of `make test` but the tests marked slow; tests/conftest.py marks most of them by their fixtures.
 test-fast: install

@@ -43,12 +43,16 @@ class Node:
     stage: str
     kinds: tuple[str, ...]
     description: str
-    needs: tuple[AssetName, ...] = ()
+    needs: tuple[str, ...] = ()
     may_need: Callable[[Recipe], tuple[AssetName, ...]] = lambda recipe: ()
     reads: Callable[[Recipe], Settings] = lambda recipe: NoSettings()
     spec: AssetName | None = None
     pool: str | None = None
     version: str = "1"
+
+    def __post_init__(self) -> None:
+        """Keep plain text: Dagster and Click treat members of an enum in their own ways."""
+        object.__setattr__(self, "needs", tuple(map(str, self.needs)))
 
     def code_version(self, recipe: Recipe) -> str:
         """Return the version by which Dagster detects a change of the asset's algorithm or of its fields in the recipe."""
@@ -56,7 +60,7 @@ class Node:
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the names of the direct dependencies in this recipe."""
-        return tuple(name.value for name in (*self.needs, *self.may_need(recipe)))
+        return (*self.needs, *map(str, self.may_need(recipe)))
 
 
 _NODES: dict[AssetName, Node] = {
@@ -165,7 +169,6 @@ _NODES: dict[AssetName, Node] = {
         reads=ReleasedModelSettings.of,
     ),
 }
-# By plain text: Dagster, Click and YAML treat members of an enum in their own ways.
 GRAPH: dict[str, Node] = {name.value: node for name, node in _NODES.items()}
 
 
