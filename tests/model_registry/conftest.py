@@ -1,5 +1,6 @@
 """A database of MLflow, an `mlflow server` for it on loopback, and a tiny policy: each made once per session."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,12 +13,30 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 from model_registry.connection import connect
 from model_registry.tracking import Tracker
-from tests import factories
-from workflows.defs.demo.make import make_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+# Makes a random Llama in a separate process, to keep torch out of the process of the tests.
+MAKE_MODEL = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=int(sys.argv[2]), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                     bos_token_id=None, eos_token_id=0, pad_token_id=0, dtype="bfloat16")
+LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1], max_shard_size="20KB")
+"""
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +75,16 @@ def tracker(home: Path, uri: str, warnings: list[str]) -> Tracker:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as written by training: a tiny random Llama in several bfloat16 shards, with tokenizer and settings."""
     folder = tmp_path_factory.mktemp("policy")
-    texts = ["a better answer is short and true", "tell me the time of day"] * 4
-    tokenizer = make_tokenizer(texts, vocabulary=320)
-    tokenizer.save_pretrained(folder)
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = factories.llama(vocab_size=len(tokenizer), max_position_embeddings=256, **special)
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["a better answer is short and true", "tell me the time of day"] * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "training.json").write_text("{}")
+    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder), str(tokenizer.get_vocab_size())], check=True)
     return folder
 
 
