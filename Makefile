@@ -25,7 +25,7 @@ demo: install
 ui: install
 	$(BIN)/pedigree ui
 
-# A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once. Long files come first.
+# One worker more than cores, up to four, because tests also wait. A file stays with one worker, so it is set up once. Long files first.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not system and not long'
 
