@@ -145,9 +145,7 @@ def test_gc_keeps_lineage_and_log_prob_cache_of_a_version(checkout):
 
 def test_gc_with_another_registry_removes_nothing(checkout):
     """As in a shell without MLFLOW_TRACKING_URI: the references of the versions are unknown. Or all versions were deleted."""
-    mlflow.MlflowClient(
-        checkout.services.registry.tracking_uri, checkout.services.registry.uri
-    ).delete_registered_model("small")
+    mlflow.MlflowClient(checkout.services.registry.tracking_uri).delete_registered_model("small")
     with pytest.raises(RegistryError, match=r"mlflow\.db .* small\. .*MLFLOW_TRACKING_URI.*\[releases-missing\]"):
         collect(checkout.services, checkout.instance, delete=True)
     assert list(checkout.home.glob("jobs/*"))
@@ -161,9 +159,7 @@ def test_gc_with_another_registry_removes_nothing(checkout):
 
 def test_gc_with_another_registry_keeps_set_aside_artifacts(checkout):
     """Although nothing else is left: a command that a user has to fix must refuse before it deletes."""
-    mlflow.MlflowClient(
-        checkout.services.registry.tracking_uri, checkout.services.registry.uri
-    ).delete_registered_model("small")
+    mlflow.MlflowClient(checkout.services.registry.tracking_uri).delete_registered_model("small")
     for kind in (*GRAPH, "memo", "proof"):
         shutil.rmtree(checkout.home / "store" / kind, ignore_errors=True)
     (aside := checkout.home / "store" / "corrupt" / "policy").mkdir(parents=True)
