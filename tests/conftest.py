@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ SLOW_FIXTURES = {
     "server",
 }
 JOBS = Path(__file__).parent / "training" / "jobs"  # its tests run jobs that train and score
+_FOLDERS = itertools.count()
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -48,6 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files with slow tests come first: with --no-loadscope-reorder, the short files then fill the end of a run on many cores.
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """Return an empty folder with a path that no earlier test had.
+
+    pytest uses the path of a removed folder again, and MLflow keeps connections to databases by their paths.
+    """
+    (folder := tmp_path / str(next(_FOLDERS))).mkdir()
+    return folder
 
 
 @pytest.fixture(scope="session")
