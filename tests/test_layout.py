@@ -80,10 +80,11 @@ def test_import_contracts_find_torch_behind_another_module(tmp_path: Path):
 
 def test_the_benchmarks_can_be_imported():
     """No test runs them, so this one finds a change that breaks them. The peers import TRL, an extra."""
-    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.endswith("peer")}
-    assert {"training", "gpu_once", "hashing"} <= modules
+    files = [path.relative_to(ROOT) for path in (ROOT / "benchmarks").rglob("*.py") if not path.stem.endswith("peer")]
+    modules = {".".join(path.with_suffix("").parts) for path in files}
+    assert {"benchmarks.training", "benchmarks.gpu.once", "benchmarks.hashing"} <= modules
     for name in modules:
-        importlib.import_module(f"benchmarks.{name}")
+        importlib.import_module(name)
 
 
 def test_slow_fixtures_are_fixtures():

@@ -82,6 +82,7 @@ def test_module_names_have_no_retired_words() -> None:
 
 
 def test_folders_have_at_most_15_modules() -> None:
-    folders = {path.parent for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")]}
+    others = [path for name in ("tests", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    folders = {path.parent for path in [*SOURCES, *others]}
     crowded = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     assert not {folder: count for folder, count in crowded.items() if count > 15}

@@ -1,4 +1,4 @@
-"""TRL's side of the comparison on a GPU: `python -m benchmarks.gpu_peer FOLDER --size 1b`, started by gpu.py.
+"""TRL's side of the comparison on a GPU: `python -m benchmarks.gpu.peer FOLDER --size 1b`, started by `benchmarks.gpu`.
 
 TRL 1.16 always computes log-probs from chunks of the head (`add_fused_lm_head`), and its `padding_free` is switched off in
 this version. Weights are float32 and the passes autocast to bfloat16, as with `bf16=True`. `--liger` lets transformers replace
@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.gpu_setting import SIZES, TEXTS, Size
+from benchmarks.gpu.setting import SIZES, TEXTS, Size
 from benchmarks.setting import BETA, CLIP, RATE, peak_mb
 
 

@@ -1,11 +1,11 @@
-"""All checks of this project that need a GPU, in one command: `python -m benchmarks.gpu_once OUT`.
+"""All checks of this project that need a GPU, in one command: `python -m benchmarks.gpu.once OUT`.
 
 For a machine that is lent for minutes and may be taken back at any time. Each part is a process of its own with a time limit,
 and prints to a file in OUT while it runs. A part that fails or is late does not stop the others. The end of each part is
 appended to OUT/parts.jsonl.
 
     tests       the quick tests marked `gpu`: is it right
-    benchmark   benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
+    benchmark   benchmarks/gpu/__main__.py: how fast; its sides also in OUT/sides.jsonl
     compiler    tests marked `gpu` that compile
 
 It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout and
@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu_setting import SIZES
+from benchmarks.gpu.setting import SIZES
 from benchmarks.setting import ROOT
 
 _PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150"]

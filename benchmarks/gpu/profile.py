@@ -1,4 +1,4 @@
-"""Kernel times of a policy job's steps: `python -m benchmarks.gpu_profile JOB.json`, started by gpu.py.
+"""Kernel times of a policy job's steps: `python -m benchmarks.gpu.profile JOB.json`, started by `benchmarks.gpu`.
 
 torch's profiler watches two steps. It slows the processor down, so the device waits longer than usual: only the device's own
 milliseconds count. The last line is one JSON object with the rows of a table. A row is a purpose of kernels, with their

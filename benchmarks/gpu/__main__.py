@@ -35,8 +35,8 @@ from typing import Any, cast
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu_attention import errors
-from benchmarks.gpu_setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
+from benchmarks.gpu.attention import errors
+from benchmarks.gpu.setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
 from benchmarks.operations import least
 from benchmarks.setting import Failed, machine, run, table
 from benchmarks.workload import (
@@ -120,8 +120,8 @@ def sides(size: Size, workload: Workload, pairs: Artifact[Any], arguments: argpa
     ways: dict[str, Callable[[], Side]] = {
         "ours, eager": lambda: ours("ours, eager", size, workload, pairs, scored, arguments),
         "ours, compiled": lambda: ours("ours, compiled", size, _compiled(workload), pairs, scored, arguments),
-        "TRL": lambda: Side("TRL", **run("gpu_peer", *peer, **limits)),
-        "TRL with Liger": lambda: Side("TRL with Liger", **run("gpu_peer", *peer, "--liger", **limits)),
+        "TRL": lambda: Side("TRL", **run("gpu.peer", *peer, **limits)),
+        "TRL with Liger": lambda: Side("TRL with Liger", **run("gpu.peer", *peer, "--liger", **limits)),
     }
     if arguments.device != "cuda" or not find_spec("liger_kernel"):
         del ways["TRL with Liger"]
@@ -161,7 +161,7 @@ def ours(
     steps = [cast(Told, event) for event in read_events(measured.events) if event["event"] == "step"]
     if arguments.profile:
         profiled = fresh(workload.folder / f"{name}, profiled")
-        sys.stdout.write(f"{name}\n{table(run('gpu_profile', str(profiled.write()), **limits))}\n")
+        sys.stdout.write(f"{name}\n{table(run('gpu.profile', str(profiled.write()), **limits))}\n")
     return Side(name, steps, steps[-1]["peak_memory_mb"])
 
 

@@ -1,4 +1,4 @@
-"""Errors of both ways of attention over a row, against float64 on the same operands, for gpu.py.
+"""Errors of both ways of attention over a row, against float64 on the same operands, for `benchmarks.gpu`.
 
 Each relative error is ||found - exact|| / ||exact||; for gradients it covers queries, keys and values together.
 """
