@@ -29,8 +29,8 @@ from training.contract.identity.file_stamps import Stamps, artifact_stamps, mode
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.events import Event, read_events
-from training.contract.protocol.job import Input, Job, JobKind, job_folder
-from training.contract.protocol.locations import NO_LOCATIONS, Locations
+from training.contract.protocol.job import JOB_MODELS, Input, Job, JobKind, job_folder
+from training.contract.protocol.locations import Locations
 from training.contract.store.artifact import Artifact, JobResult, write_json
 from training.contract.store.artifact_kind import ArtifactKind, DetailsT
 from training.contract.store.manifest import Derivation
@@ -74,7 +74,7 @@ class JobSpec:
 
     kind: JobKind
     settings: Settings
-    locations: Locations = NO_LOCATIONS
+    locations: Locations | None = None
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
 
 
@@ -204,7 +204,7 @@ def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSp
         code_version=derivation.code_version,
         inputs={name: job_input for name, (job_input, _) in verified.items()},
         settings=work.settings,
-        locations=work.locations,
+        locations=work.locations or JOB_MODELS[work.kind].locations(),
         compute=pipeline.recipe.compute,
         recipe=pipeline.recipe,
         store=services.store.root,

@@ -42,7 +42,7 @@ from training.contract.protocol.settings import (
     TokenizationRules,
     TokenizationSettings,
     TrainingSpec,
-    joined,
+    join_fields,
 )
 from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.artifact_kind import Details
@@ -188,7 +188,7 @@ def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None =
 
 def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedTokenizer:
     located = locate_tokenizer(pipeline, services.registry, cache)
-    settings = TokenizationSettings(**joined(TokenizationRules.of(pipeline.recipe), located.identity))
+    settings = TokenizationSettings(**join_fields(TokenizationRules.of(pipeline.recipe), located.identity))
     return ResolvedTokenizer(derive(AssetName.TOKENIZATION_SPEC, {}, settings), None, {}, located, settings)
 
 
@@ -199,7 +199,7 @@ def find_release(pipeline: Pipeline, services: Services, cache: HashCache | None
     if isinstance(shipping, RemoteModel):
         derivation = derive(AssetName.RELEASE_SPEC, {}, rules, tokenizer.identity, shipping)
         return ResolvedRelease(derivation, None, {}, tokenizer, None, None)
-    settings = ReleaseFilesSettings(**joined(rules, tokenizer.identity, shipping.identity))
+    settings = ReleaseFilesSettings(**join_fields(rules, tokenizer.identity, shipping.identity))
     return ResolvedRelease(derive(AssetName.RELEASE_SPEC, {}, settings), None, {}, tokenizer, shipping, settings)
 
 
@@ -218,7 +218,7 @@ def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | 
     shipping = locate_shipping(pipeline, services.registry, cache)
     if isinstance(shipping, RemoteModel):
         return ResolvedInput(derive(AssetName.EVALUATION_SPEC, {}, rules, shipping), None, {})
-    settings = EvaluationSpec(**joined(rules), eos_token_ids=shipping.identity.eos_token_ids)
+    settings = EvaluationSpec(**join_fields(rules), eos_token_ids=shipping.identity.eos_token_ids)
     return _frozen(AssetName.EVALUATION_SPEC, settings)
 
 

@@ -1,4 +1,4 @@
-"""Read a recipe's file as YAML: lines of fields, and checks for what YAML readers ignore or read in a surprising way.
+"""Find the lines of fields in a recipe's file, and check its YAML for content that readers ignore or misread.
 
 Dagster's reader gives the lines of fields. The checks need PyYAML's nodes: of two equal keys the reader keeps the last, and it
 expands aliases. ruamel.yaml would not shorten them: it names one line of a repeated key, and reads 1e-5 unlike Dagster.

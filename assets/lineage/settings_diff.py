@@ -24,7 +24,7 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 def _group_by_source(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Group the settings of sources by source, as in a recipe. Leave all others as they are."""
-    if not SOURCE_LISTS.keys() & settings.keys():
+    if "formats" not in settings:
         return settings
     sources = settings_by_source(settings)
     rest = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}

@@ -1,4 +1,4 @@
-"""Folders of recipes: which folders hold one, and what keeps a recipe from being loaded."""
+"""Find folders of recipes, and explain why a recipe cannot be loaded."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""Tell an outage from a refusal: by the types and codes of the errors that led to MLflow's own, which has no type for it.
+"""Recognize outages by types and codes of errors. MLflow's own error has one type for all, so its causes decide.
 
 Types of HTTP clients are compared by name: importing the clients takes as long as a whole command, and botocore is optional.
 """
@@ -87,7 +87,7 @@ def _sqlite_code(driver: BaseException | None) -> int | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what led to it, up to an error that Pedigree was handling when this one came."""
+    """Yield the error and its causes, nearest first. Stop before an earlier error of Pedigree itself."""
     current: BaseException | None = error
     while current is not None and not (isinstance(current, PedigreeError) and current is not error):
         yield current

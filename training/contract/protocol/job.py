@@ -110,7 +110,7 @@ class Job(StrictModel, Generic[SettingsT, LocationsT]):
     artifact: str
     code_version: str
     inputs: dict[str, Input]
-    settings: SerializeAsAny[SettingsT]
+    settings: SettingsT
     locations: SerializeAsAny[LocationsT]
     compute: Compute
     recipe: Recipe

@@ -11,9 +11,6 @@ class Locations(StrictModel):
     """The locations of a job; here none."""
 
 
-NO_LOCATIONS = Locations()
-
-
 class PreferencesLocations(Locations):
     """The sources, with revisions resolved to commits, and the hashed local files of each."""
 

@@ -15,7 +15,7 @@ from training.contract.config.json_object import JsonObject
 from training.contract.config.key_settings import AddedLater, Settings
 from training.contract.config.loss import Loss
 from training.contract.config.recipe import Evaluation, Recipe
-from training.contract.config.release import Gate, Generation, Release
+from training.contract.config.release import Gate, Generation
 from training.contract.config.training import SupervisedTuning, Training
 from training.contract.identity.software import SCORING_VERSION, scoring_software, token_software
 from training.contract.store.artifact_kind import StoredModel
@@ -23,7 +23,7 @@ from training.contract.store.artifact_kind import StoredModel
 Software = dict[str, str]  # the version of each library, and the device
 
 
-def joined(*parts: StrictModel) -> dict[str, Any]:
+def join_fields(*parts: StrictModel) -> dict[str, Any]:
     """Return the fields of all parts, for the model that has all of them."""
     return {name: value for part in parts for name, value in part}
 
@@ -88,14 +88,17 @@ class Answering(Settings):
     eos_tokens: AddedLater[tuple[str, ...]] = ()
     generation: AddedLater[Generation] = Generation()
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        return cls(eos_tokens=recipe.release.eos_tokens, generation=recipe.release.generation)
+
 
 class ReleaseRules(Rendering, Answering):
     """The recipe's part of `release_spec`."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        release = recipe.release
-        return cls(**joined(Rendering.of(recipe)), eos_tokens=release.eos_tokens, generation=release.generation)
+        return cls(**join_fields(Rendering.of(recipe), Answering.of(recipe)))
 
 
 class ShippedIdentity(Settings):
@@ -194,7 +197,7 @@ class SupervisedTuningSettings(SupervisedTuning, Settings):
 
 def reference_settings(recipe: Recipe) -> Settings:
     sft = recipe.reference.sft
-    return NoSettings() if sft is None else SupervisedTuningSettings(**joined(sft))
+    return NoSettings() if sft is None else SupervisedTuningSettings(**join_fields(sft))
 
 
 class ScoringSettings(Settings):
@@ -215,7 +218,7 @@ class TrainingSettings(Training, Settings):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        return cls(**joined(recipe.training))
+        return cls(**join_fields(recipe.training))
 
     def unused_fields(self) -> Collection[str]:
         return () if self.max_steps is None else ("epochs",)
@@ -240,9 +243,7 @@ class EvaluationRules(Evaluation, Answering):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        release = recipe.release
-        answering = {"eos_tokens": release.eos_tokens, "generation": release.generation}
-        return cls(**joined(recipe.evaluation), **answering, loss=recipe.training.loss)
+        return cls(**join_fields(recipe.evaluation, Answering.of(recipe)), loss=recipe.training.loss)
 
 
 class EvaluationSpec(EvaluationRules):
@@ -259,8 +260,7 @@ class ReleasedModelSettings(Settings):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        release: Release = recipe.release
-        return cls(model_name=release.model_name, gate=release.gate)
+        return cls(model_name=recipe.release.model_name, gate=recipe.release.gate)
 
 
 class RescoreSettings(Settings):

@@ -1,7 +1,7 @@
 """The kinds of artifacts, each with the model of its details.
 
-Details are small facts in a manifest, for users and for checks. A model reads those of every earlier version: fields that came
-later have a default, and unknown fields are ignored. They enter no key and no fingerprint.
+Details are small facts in a manifest, for users and for checks. They enter no key and no fingerprint. A model reads the details
+of every earlier version: a later field has a default, and unknown fields are ignored.
 """
 
 from dataclasses import dataclass

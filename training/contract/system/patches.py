@@ -1,4 +1,4 @@
-"""Replace attributes of libraries that have no setting for what we need.
+"""Replace attributes of libraries, if a library has no setting for our purpose.
 
 Each replacement is in `dagster_patches`, `transformers_patches` or `mlflow_patches`, with its reason. A test of each notices a
 library that no longer has the attribute, or no longer uses it.
@@ -14,7 +14,8 @@ _LOG = logging.getLogger(__name__)
 def replace_attribute(owner: Any, name: str, replacement: Callable[[Any], Any], seen_in: str, otherwise: str) -> None:
     """Replace an attribute of a library's module or class by `replacement(attribute)`.
 
-    If it is missing, change nothing and warn: `seen_in` is a version that has it, `otherwise` what is worse without it.
+    If the attribute is missing, log a warning and change nothing. `seen_in`: a version with the attribute. `otherwise`: the
+    consequence of the missing replacement.
     """
     if hasattr(owner, name):
         setattr(owner, name, replacement(getattr(owner, name)))
