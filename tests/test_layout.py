@@ -24,7 +24,7 @@ HEAVY = ["torch", "transformers", "datasets", "matplotlib"]
 # One process imports them in this order: starting a process costs seconds.
 LIGHT_MODULES = [
     "mlflow",
-    "model_registry.gate",
+    "model_registry.gate.ladder",
     "model_registry.registry",
     "model_registry.tracking",
     "workflows.definitions",

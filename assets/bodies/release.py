@@ -33,7 +33,7 @@ from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.metadata import inputs_table, rounded, shown_changes
 from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
-from model_registry.gate import Decision
+from model_registry.gate.scores import Decision
 from model_registry.model_card import model_card, read_training
 from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags, tagged_lineage
 from model_registry.registry import Registry

@@ -6,7 +6,8 @@ from dataclasses import replace
 from assets.bodies.candidate import Candidate
 from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import measure_pairs, rows_by_pair
-from model_registry.gate import Decision, GateMetric, PairedScores, decide
+from model_registry.gate.ladder import decide
+from model_registry.gate.scores import Decision, GateMetric, PairedScores
 from model_registry.model_version import Version
 from training.contract.protocol.artifacts import EVALUATION, AssetName
 

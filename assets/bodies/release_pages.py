@@ -9,7 +9,7 @@ from assets.bodies.policy_difference import difference
 from assets.views.pages import publish_report, publish_version
 from assets.views.report_page import ReleaseSummary, add_release
 from assets.views.sentences import of_evaluation
-from model_registry.gate import Decision
+from model_registry.gate.scores import Decision
 from model_registry.model_version import Version
 from training.contract.errors import StoreError
 from training.contract.protocol.artifacts import EVALUATION, AssetName

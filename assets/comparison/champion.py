@@ -7,7 +7,7 @@ from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import Row, common_measure, measure_pairs, prompts, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import log_message
-from model_registry.gate import MIN_PROMPTS, GateMetric, PairedScores, count_prompts
+from model_registry.gate.scores import MIN_PROMPTS, GateMetric, PairedScores, count_prompts
 from model_registry.model_version import Version
 from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
 from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from assets.views.pair_reader import SIDES
-from model_registry.gate import GateMetric, Prompts, Values
+from model_registry.gate.scores import GateMetric, Prompts, Values
 from training.contract.config.json_object import JsonObject
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest

@@ -19,7 +19,7 @@ from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import accuracy, loss, margin, prompts, rows_by_pair, scale
 from assets.lineage.history import Ancestor, History
 from assets.pipeline.pipeline import Pipeline, Services
-from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
+from model_registry.gate.scores import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
 from model_registry.mlflow_types import flatten
 from training.contract.errors import PedigreeError, StoreError, UsageError
 from training.contract.identity.fingerprint import short, shortened

@@ -12,7 +12,7 @@ import pytest
 from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import common_measure, rows_by_messages, rows_by_pair
 from assets.execution.asset_context import AssetContext
-from model_registry.gate import GateMetric
+from model_registry.gate.scores import GateMetric
 from model_registry.model_version import Version, lineage_tags
 from model_registry.registry import Registry
 from training.contract.errors import RegistryUnavailable

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.pipeline.graph import GRAPH
-from model_registry.gate import GateMetric
+from model_registry.gate.scores import GateMetric
 from model_registry.package_model import package
 from model_registry.registry import Registry
 from tests.factories import write_inputs

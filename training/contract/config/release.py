@@ -18,16 +18,47 @@ from training.contract.config.key_settings import AddedLater
 
 
 class Gate(ConfigSection):
-    """The gate: a candidate's held-out loss must beat the champion's by more than one standard error.
+    """The gate: which candidates become champion. Floors apply to both types.
 
-    Its held-out accuracy must be at least `min_accuracy`. `min_accuracy_of` sets a minimum for sources by name.
+    `anytime`: a candidate waits until its evidence on pairs that nobody trained on, held-out and arriving ones, reaches its
+    level. At most a share `alpha` of all promotions is false on average. `ladder`: its held-out loss must beat the champion's by
+    more than one standard error.
     """
 
-    type: Literal["ladder"] = Field("ladder", description="The rule of the gate.")
+    type: Literal["anytime", "ladder"] = Field("anytime", description="The rule of the gate.")
+    alpha: AddedLater[Annotated[Positive, Field(lt=1)]] = Field(
+        0.05, description="`anytime`: the highest expected share of false promotions."
+    )
+    held_out_evidence: AddedLater[bool] = Field(
+        True,
+        description="`anytime`: whether held-out pairs count. Switch it off if you choose candidates by held-out results.",
+    )
+    clip: AddedLater[Positive | None] = Field(
+        None,
+        description="`anytime`: the largest counted difference of two losses, in nats. Default: 4 standard deviations of that "
+        "difference on pairs scored before the candidate's first bet.",
+    )
     min_accuracy: Share | None = Field(None, description="The lowest held-out accuracy of a champion.")
     min_accuracy_of: AddedLater[dict[SourceName, Share]] = Field(
         default={}, description="The lowest held-out accuracy of a champion on named sources."
     )
+
+    @model_validator(mode="after")
+    def _check_rule(self) -> Self:
+        if self.type == "ladder" and (given := sorted(self.model_fields_set & _ANYTIME)):
+            raise ValueError(f"`type: ladder` has no `{given[0]}`; remove it, or set `type: anytime`")
+        return self
+
+    @property
+    def identity(self) -> Self:
+        """The part that identifies a version. The rule is not in it.
+
+        Keys of versions made before `anytime` hold the rule `ladder`. They stay: a version keeps its decision.
+        """
+        return self.model_copy(update={"type": "ladder"})
+
+
+_ANYTIME = frozenset({"alpha", "held_out_evidence", "clip"})
 
 
 class Generation(ConfigSection):

@@ -260,7 +260,7 @@ class ReleasedModelSettings(Settings):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        return cls(model_name=recipe.release.model_name, gate=recipe.release.gate)
+        return cls(model_name=recipe.release.model_name, gate=recipe.release.gate.identity)
 
 
 class RescoreSettings(Settings):

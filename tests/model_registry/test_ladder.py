@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import model_registry.gate
-from model_registry.gate import MIN_PROMPTS, Decision, GateMetric, PairedScores, paired_difference, rounded
+import model_registry.gate.ladder
+from model_registry.gate.ladder import rounded
+from model_registry.gate.scores import MIN_PROMPTS, Decision, GateMetric, PairedScores, paired_difference
 from training.contract.config.release import Gate
 
 ACCURACY = "eval/rewards/accuracies"
@@ -17,7 +18,7 @@ losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)
 
 def decide(candidate, champion, metrics=None, gate=None, **options) -> Decision:
     pairs = PairedScores(options.pop("measure", GateMetric.LOSS), candidate, champion, **options)
-    return model_registry.gate.decide(pairs, metrics or {ACCURACY: 0.75}, gate or Gate())
+    return model_registry.gate.ladder.decide(pairs, metrics or {ACCURACY: 0.75}, gate or Gate())
 
 
 def named(values: list[float]) -> dict[str, float]:

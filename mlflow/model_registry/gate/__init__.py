@@ -1,0 +1,1 @@
+"""The gate: whether a candidate becomes champion."""
