@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import dagster as dg
 
-from assets.bodies import data, evaluation, policy, reference, release, sources, specs
+from assets.bodies import data, evaluation, policy, prequential, reference, release, sources, specs
 from assets.bodies.automation import ON_CONTENT
 from assets.bodies.checks import check_specs
 from assets.execution.asset_context import AssetContext
@@ -34,6 +34,7 @@ _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
     AssetName.TOKENIZED_PAIRS: data.tokenized_pairs,
     AssetName.REFERENCE_MODEL: reference.reference_model,
     AssetName.REFERENCE_LOGPROBS: reference.reference_logprobs,
+    AssetName.PREQUENTIAL_EVALUATION: prequential.prequential_evaluation,
     "policy": policy.policy,
     "evaluation": evaluation.evaluation,
     AssetName.RELEASED_MODEL: release.released_model,
@@ -50,7 +51,7 @@ def _build_asset(pipeline: Pipeline, asset: str, freshness: dg.FreshnessPolicy |
 
     @dg.asset(
         key=pipeline.key(asset),
-        deps=[pipeline.key(name) for name in node.inputs(recipe)],
+        deps=[pipeline.key(name) for name in node.upstream(recipe)],
         group_name=pipeline.identifier,
         tags=_tags(pipeline, asset),
         kinds=set(node.kinds),

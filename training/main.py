@@ -42,6 +42,7 @@ WORK: dict[JobKind, str] = {
     "pairs": "training.jobs.tokenize_pairs",
     "sft": "training.jobs.sft",
     "reference": "training.jobs.reference_logprobs",
+    "prequential": "training.jobs.prequential",
     "policy": "training.jobs.policy",
     "evaluation": "training.jobs.evaluation",
     "merge": "training.jobs.merge_adapter",
@@ -140,7 +141,7 @@ def _ways_to_save_memory(job: Job) -> Iterator[str]:
         if not job.compute.activation_checkpointing:
             yield "set `compute.activation_checkpointing: true`"
         yield f"lower `{field}` ({job.settings.micro_tokens:,})"
-    if job.kind in ("sft", "reference", "policy", "evaluation"):
+    if job.kind in ("sft", "reference", "prequential", "policy", "evaluation"):
         yield "share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
 
 

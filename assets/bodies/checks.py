@@ -6,6 +6,7 @@ A failed blocking check stops the assets downstream. The body of an asset report
 import dagster as dg
 
 from assets.bodies.policy_difference import PolicyDifference
+from assets.comparison.evidence import count_seen
 from assets.comparison.leakage import Leakage
 from assets.pipeline.pipeline import Pipeline
 from training.contract.identity.fingerprint import short
@@ -15,15 +16,18 @@ from training.contract.protocol.details import (
     LogProbsDetails,
     PairsDetails,
     PolicyDetails,
+    PrequentialDetails,
     RowsDetails,
 )
 from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 
 QUARANTINE = "quarantine_within_limit"
 RESPONSES = "no_empty_response"
 PREFIX = "prompt_is_token_prefix"
 COMPLETE = "template_leaves_nothing_out"
 SPLITS = "no_prompt_in_both_splits"
+FRESH = "fresh_and_finite"
 COVERAGE = "complete_and_finite"
 STEP0 = "step0_loss_at_zero_margin"
 REWARDS = "rewards_finite"
@@ -41,6 +45,9 @@ _CHECKS = {
     },
     AssetName.REFERENCE_LOGPROBS: {
         COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
+    },
+    AssetName.PREQUENTIAL_EVALUATION: {
+        FRESH: "No scored prompt is in data that the policy has seen, and every score is finite.",
     },
     "policy": {
         STEP0: "Before the first update, the loss equals the loss at zero margin: reference model and log-probs agree.",
@@ -127,6 +134,15 @@ def coverage(artifact: Artifact[LogProbsDetails], pairs: int) -> dg.AssetCheckRe
     rows, finite = artifact.details.pairs, artifact.details.finite
     description = f"{rows:,} rows for {pairs:,} pairs, {finite:,} of them finite"
     return _result(COVERAGE, rows == pairs == finite, description, rows=rows, finite=finite)
+
+
+def fresh(store: Store, artifact: Artifact[PrequentialDetails]) -> dg.AssetCheckResult:
+    """Compare the prompts in the table of scores with those of the rows that each policy has seen."""
+    pairs = sum(found.pairs for found in artifact.details.policies)
+    finite = sum(found.finite for found in artifact.details.policies)
+    seen = sum(count_seen(store, artifact).values())
+    description = f"{pairs:,} scores, {finite:,} of them finite, {seen:,} of prompts that their policy has seen"
+    return _result(FRESH, pairs == finite and not seen, description, scores=pairs, seen=seen)
 
 
 def step0(artifact: Artifact[PolicyDetails]) -> dg.AssetCheckResult:

@@ -1,6 +1,6 @@
 """Comparison of a candidate's evaluation with the champion's, which may have been released from another home."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from assets.comparison.leakage import find_leakage
@@ -12,43 +12,76 @@ from model_registry.model_version import Version
 from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
 from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
 from training.contract.store.artifact import Artifact
+from training.contract.store.store import Store
 
 
 def score_against_champion(
-    context: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version
+    context: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version, is_by_prompt: bool = False
 ) -> PairedScores:
     """Return the paired scores of a candidate's `evaluation`, made from `raw_preferences`, and the champion's evaluation.
+
+    Raise RegistryError if the champion's evaluation is missing, CorruptArtifact if the candidate's data are corrupt.
+    """
+
+    def open_rows() -> Artifact | None:
+        try:
+            return _open_champions(context, champion, AssetName.RAW_PREFERENCES)
+        except RegistryUnavailable:
+            raise
+        except RegistryError:
+            return None
+
+    champions = _open_champions(context, champion, AssetName.EVALUATION)
+    scores = compare_evaluations(
+        context.services.store, evaluation, raw_preferences, champions, open_rows, is_by_prompt
+    )
+    if scores is None:
+        _open_champions(context, champion, AssetName.RAW_PREFERENCES)  # raises the error
+    assert scores is not None
+    return scores
+
+
+def compare_evaluations(
+    store: Store,
+    evaluation: Artifact,
+    raw_preferences: str,
+    champions: Artifact,
+    open_champions_rows: Callable[[], Artifact | None],
+    is_by_prompt: bool,
+) -> PairedScores | None:
+    """Return the paired scores of two evaluations; `is_by_prompt` as in `common_measure`. None: champion's rows are missing.
 
     Usually pairs are matched by tokens. If too few have equal tokens, for example after a change of template, pairs are matched
     by messages, and only error rates are compared, each over its own reference. Too few means fewer than `MIN_PROMPTS` prompts
     or less than half of the pairs with equal messages: pairs spared by an edit are not representative.
-
-    Raise RegistryError if the champion's evaluation is missing, CorruptArtifact if the candidate's data are corrupt.
     """
-    store, champions = context.services.store, _open_champions(context, champion, AssetName.EVALUATION)
-    scores, rows = _pair_scores(context, evaluation, store.open(RAW_PREFERENCES, raw_preferences), champion, champions)
+    rows_of_candidate = store.open(RAW_PREFERENCES, raw_preferences)
+    found = _pair_scores(evaluation, rows_of_candidate, champions, open_champions_rows, is_by_prompt)
+    if found is None:
+        return None
+    scores, rows = found
     shared = {pair: rows[pair] for pair in scores.shared}
     policies = [artifact.derivation.inputs[AssetName.POLICY].fingerprint for artifact in (evaluation, champions)]
     return replace(scores, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
 def _pair_scores(
-    context: AssetContext, evaluation: Artifact, raw_preferences: Artifact, champion: Version, champions: Artifact
-) -> tuple[PairedScores, Mapping[str, Row]]:
-    """Return the paired scores, leaked pairs included, and the candidate's rows. `champions`: the champion's evaluation."""
+    evaluation: Artifact,
+    raw_preferences: Artifact,
+    champions: Artifact,
+    open_champions_rows: Callable[[], Artifact | None],
+    is_by_prompt: bool,
+) -> tuple[PairedScores, Mapping[str, Row]] | None:
+    """Return the paired scores, leaked pairs included, and the candidate's rows; None without the champion's rows."""
     rows, champion_rows = rows_by_pair(evaluation), rows_by_pair(champions)
-    by_tokens = _score_rows(common_measure(evaluation, champions), rows, champion_rows, raw_preferences)
+    measure = common_measure(evaluation, champions, is_by_prompt)
+    by_tokens = _score_rows(measure, rows, champion_rows, raw_preferences)
     is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
     if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(champion_rows)):
         return by_tokens, rows
-    try:
-        champions_data = _open_champions(context, champion, AssetName.RAW_PREFERENCES)
-    except RegistryUnavailable:
-        raise
-    except RegistryError:
-        if is_enough:
-            return by_tokens, rows
-        raise
+    champions_data = open_champions_rows()
+    if champions_data is None:
+        return (by_tokens, rows) if is_enough else None
     rows_by_text = rows_by_messages(evaluation, raw_preferences)
     champion_rows_by_text = rows_by_messages(champions, champions_data)
     by_messages = _score_rows(GateMetric.ERROR_RATE, rows_by_text, champion_rows_by_text, raw_preferences)

@@ -7,17 +7,13 @@ any recipe.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from assets.comparison.paired_metrics import Row, prompt_messages
 from model_registry.model_version import MERGED
 from training.contract.errors import StoreError
-from training.contract.identity.fingerprint import value_digest
+from training.contract.files.prompt_digests import prompt_digest, prompt_digests
 from training.contract.protocol.artifacts import RAW_PREFERENCES, AssetName
 from training.contract.protocol.settings import RecordedSettings
 from training.contract.store.manifest import Derivation
@@ -42,11 +38,11 @@ def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row
 
     `raw_preferences`: the fingerprint of the pairs' rows. Raise StoreError if it is missing.
     """
-    earlier, unknown = _earlier_policies(store, policies)
+    earlier, unknown = earlier_policies(store, policies)
     if not earlier:
         return Leakage(frozenset(), (), tuple(unknown))
     prompts = prompt_messages(rows, store.open(RAW_PREFERENCES, raw_preferences))
-    held_out = {pair: _prompt_digest(prompt) for pair, prompt in prompts.items()}
+    held_out = {pair: prompt_digest(prompt) for pair, prompt in prompts.items()}
     held_out_digests, leaked = set(held_out.values()), set[bytes]()
     for weights, derivation in earlier.items():
         try:
@@ -57,7 +53,7 @@ def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row
     return Leakage(pairs, tuple(weights for weights in earlier if weights not in unknown), tuple(unknown))
 
 
-def _earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str, Derivation], list[str]]:
+def earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str, Derivation], list[str]]:
     """Return the derivations, by weights, of the direct and indirect starts of `policies`, and the unknown weights."""
     earlier: dict[str, Derivation] = {}
     unknown: list[str] = []
@@ -67,7 +63,7 @@ def _earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str
         if weights in earlier or weights in unknown:
             continue
         try:
-            derivation = _policy_derivation(store, weights)
+            derivation = policy_derivation(store, weights)
             if is_earlier:
                 earlier[weights] = derivation
             queue += ((start, True) for start in _starting_weights(store, derivation))
@@ -76,10 +72,10 @@ def _earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str
     return earlier, unknown
 
 
-def _policy_derivation(store: Store, weights: str) -> Derivation:
+def policy_derivation(store: Store, weights: str) -> Derivation:
     """Return the derivation of the policy with these weights, which may be an adapter merged into its base."""
     if store.folder(MERGED, weights).is_dir():
-        return _policy_derivation(store, _open_derivation(store, MERGED, weights).inputs[AssetName.POLICY].fingerprint)
+        return policy_derivation(store, _open_derivation(store, MERGED, weights).inputs[AssetName.POLICY].fingerprint)
     return _open_derivation(store, AssetName.POLICY, weights)
 
 
@@ -99,14 +95,7 @@ def _training_prompts(store: Store, derivation: Derivation) -> Iterator[bytes]:
     """Yield the digests of the prompts in the training split."""
     pairs = _open_derivation(store, AssetName.TOKENIZED_PAIRS, derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint)
     rows = store.open(RAW_PREFERENCES, pairs.inputs[AssetName.RAW_PREFERENCES].fingerprint)
-    with pq.ParquetFile(rows.file("preferences.parquet")) as file:
-        for batch in file.iter_batches(columns=["prompt", "split"]):
-            yield from map(_prompt_digest, batch.filter(pc.equal(batch["split"], "train"))["prompt"].to_pylist())
-
-
-def _prompt_digest(prompt: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the digest of roles and contents alone, because these decide the split of a prompt."""
-    return value_digest([[turn["role"], turn["content"]] for turn in prompt])
+    yield from prompt_digests(rows.folder, "train")
 
 
 def _open_derivation(store: Store, kind: str, fingerprint: str) -> Derivation:

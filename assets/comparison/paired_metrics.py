@@ -99,13 +99,17 @@ def scale(evaluation: Artifact) -> dict[str, str]:
     return {"loss": loss.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
 
 
-def common_measure(evaluation: Artifact, champion: Artifact) -> GateMetric:
+def common_measure(evaluation: Artifact, champion: Artifact, is_by_prompt: bool = False) -> GateMetric:
     """Return the measure for two evaluations of pairs with the same tokens.
 
-    It is the loss if both have the same scale, else the error rate. If the references differ, both error rates are over the
-    champion's reference: a candidate with a bad reference would otherwise look better than it is.
+    It is the loss if both have the same scale, else the error rate. With `is_by_prompt`, a pair's value must not depend on
+    other pairs; so it is never a loss that couples the pairs of a batch.
+
+    If the references differ, both error rates are over the champion's reference: a candidate with a bad reference would
+    otherwise look better than it is.
     """
-    if scale(evaluation) == scale(champion):
+    loss = RecordedSettings.model_validate(evaluation.derivation.settings).loss
+    if scale(evaluation) == scale(champion) and not (is_by_prompt and loss.depends_on_batch):
         return GateMetric.LOSS
     reference, champions_reference = (
         artifact.derivation.inputs[_REFERENCE].fingerprint for artifact in (evaluation, champion)

@@ -70,7 +70,8 @@ class AssetContext:
         Dagster's tags name the latest materializations, which may come from another run. An asset made from older inputs would
         then count as fresh.
         """
-        versions = {self.pipeline.key(name): self.history.latest(name).fingerprint for name in self._input_names()}
+        upstream = GRAPH[self.asset].upstream(self.pipeline.recipe)
+        versions = {self.pipeline.key(name): self.history.latest(name).fingerprint for name in upstream}
         return {input_version_tag(key): version for key, version in versions.items() if version is not None}
 
     def _input_names(self) -> tuple[str, ...]:

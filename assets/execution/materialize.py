@@ -20,7 +20,7 @@ from assets.execution.interruption import is_canceled, naming_checkpoint, noting
 from assets.execution.job_log import log_message, with_log
 from assets.inputs.current import ResolvedInput
 from assets.inputs.resolve import LocatedModel, locate_base_model, peek_base_model
-from assets.pipeline.graph import Fingerprints, derive
+from assets.pipeline.graph import Fingerprints, derive, kind_of
 from assets.pipeline.pipeline import Listener, Pipeline, Services, ignore
 from assets.views.metadata import artifact_metadata, rounded, shown_changes
 from training.contract.config.key_settings import Settings
@@ -85,12 +85,12 @@ def materialize(
 
     `found`: the resolved input of a spec, whose changes are reported. For other assets, changes of their inputs are reported.
     """
-    services = _observe_queue(context)
+    services = observe_queue(context)
     materialized = make(context.pipeline, services, kind, work, context.inputs(), context.dagster.log)
     return replace(materialized, changes=input_changes(context) if found is None else resolved_changes(context, found))
 
 
-def _observe_queue(context: AssetContext) -> Services:
+def observe_queue(context: AssetContext) -> Services:
     """Return services that report the state of a job in a queue on the asset's page, too."""
     listener, key = context.services.listener, context.pipeline.key(context.asset)
 
@@ -215,12 +215,13 @@ def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSp
 
 def _verify_input(pipeline: Pipeline, services: Services, name: str, fingerprint: str) -> tuple[Input, Stamps]:
     """Return the verified input, and its files' stamps taken before hashing."""
-    folder = services.store.folder(name, fingerprint)
+    kind = kind_of(name)
+    folder = services.store.folder(kind, fingerprint)
     stamps = settled(artifact_stamps(folder))
-    artifact = services.store.open(name, fingerprint)
-    if name == AssetName.BASE_MODEL or "pointer.json" in artifact.manifest.files:
+    artifact = services.store.open(kind, fingerprint)
+    if kind == AssetName.BASE_MODEL or "pointer.json" in artifact.manifest.files:
         folder, stamps = _verify_base_model(pipeline, services, artifact)
-    return Input(kind=name, fingerprint=artifact.fingerprint, folder=folder), stamps
+    return Input(kind=kind, fingerprint=artifact.fingerprint, folder=folder), stamps
 
 
 def _verify_base_model(pipeline: Pipeline, services: Services, artifact: Artifact) -> tuple[Path, Stamps]:

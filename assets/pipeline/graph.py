@@ -11,6 +11,7 @@ from training.contract.config.key_settings import Settings, key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.artifacts import AssetName
+from training.contract.protocol.prequential import POLICIES, PrequentialRules
 from training.contract.protocol.settings import (
     EvaluationRules,
     NoSettings,
@@ -36,8 +37,9 @@ class Node:
     """An asset.
 
     `stage`: the part of the work, a tag in Dagster. `needs`: its direct dependencies. `may_need`: further dependencies in some
-    recipes. `reads`: the fields of the recipe it reads itself. `spec`: the dependency with its settings; such an asset reads no
-    fields. `version`: the version of its algorithm; raise it when the same inputs shall give another result.
+    recipes. `after`: assets that a run makes before it; it is not made from them, so they are not in its key. `reads`: the
+    fields of the recipe it reads itself. `spec`: the dependency with its settings; such an asset reads no fields. `version`:
+    the version of its algorithm; raise it when the same inputs shall give another result.
     """
 
     stage: str
@@ -45,6 +47,7 @@ class Node:
     description: str
     needs: tuple[str, ...] = ()
     may_need: Callable[[Recipe], tuple[AssetName, ...]] = lambda recipe: ()
+    after: tuple[str, ...] = ()
     reads: Callable[[Recipe], Settings] = lambda recipe: NoSettings()
     spec: AssetName | None = None
     pool: str | None = None
@@ -53,6 +56,7 @@ class Node:
     def __post_init__(self) -> None:
         """Keep plain text: Dagster and Click treat members of an enum in their own ways."""
         object.__setattr__(self, "needs", tuple(map(str, self.needs)))
+        object.__setattr__(self, "after", tuple(map(str, self.after)))
 
     def code_version(self, recipe: Recipe) -> str:
         """Return the version by which Dagster detects a change of the asset's algorithm or of its fields in the recipe."""
@@ -61,6 +65,10 @@ class Node:
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the names of the direct dependencies in this recipe."""
         return (*self.needs, *map(str, self.may_need(recipe)))
+
+    def upstream(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the names of all assets that a run makes before it, as Dagster's graph shows them."""
+        return (*self.inputs(recipe), *self.after)
 
 
 _NODES: dict[AssetName, Node] = {
@@ -130,6 +138,15 @@ _NODES: dict[AssetName, Node] = {
         reads=ScoringSettings.of,
         pool=GPU_POOL,
     ),
+    AssetName.PREQUENTIAL_EVALUATION: Node(
+        "evaluation",
+        ("pytorch", "parquet"),
+        "Test, then train: the champion and the waiting candidates score the pairs that arrived since their training.",
+        needs=(AssetName.RAW_PREFERENCES, AssetName.TOKENIZED_PAIRS),
+        after=(AssetName.REFERENCE_LOGPROBS,),
+        reads=PrequentialRules.of,
+        pool=GPU_POOL,
+    ),
     AssetName.POLICY: Node(
         "training",
         ("pytorch", "mlflow"),
@@ -141,6 +158,7 @@ _NODES: dict[AssetName, Node] = {
             AssetName.REFERENCE_MODEL,
             AssetName.TRAINING_SPEC,
         ),
+        after=(AssetName.PREQUENTIAL_EVALUATION,),
         spec=AssetName.TRAINING_SPEC,
         pool=GPU_POOL,
     ),
@@ -163,9 +181,10 @@ _NODES: dict[AssetName, Node] = {
     AssetName.RELEASED_MODEL: Node(
         "release",
         ("mlflow",),
-        "A version in the MLflow registry, and the gate's decision whether it becomes champion: a candidate must be better on "
-        "the held-out pairs by more than one standard error, so that the pairs can be used again.",
+        "A version in the MLflow registry, and the gate's decision: a candidate becomes champion when the evidence that it is "
+        "better, on held-out and on arriving pairs, reaches its level.",
         needs=(AssetName.POLICY, AssetName.EVALUATION, AssetName.TOKENIZATION_SPEC, AssetName.RELEASE_SPEC),
+        after=(AssetName.PREQUENTIAL_EVALUATION,),
         reads=ReleasedModelSettings.of,
     ),
 }
@@ -173,20 +192,40 @@ GRAPH: dict[str, Node] = {name.value: node for name, node in _NODES.items()}
 
 
 def with_upstream(recipe: Recipe, asset: str) -> list[str]:
-    """Return `asset` and all assets it is made from, directly or indirectly, in the graph's order."""
+    """Return `asset` and all assets that a run makes before it, directly or indirectly, in the graph's order."""
     needed = {asset}
     for name in reversed(GRAPH):
         if name in needed:
-            needed.update(GRAPH[name].inputs(recipe))
+            needed.update(GRAPH[name].upstream(recipe))
     return [name for name in GRAPH if name in needed]
 
 
 def derive(asset: str, inputs: Fingerprints, *settings: Settings) -> Derivation:
     """Return the derivation of `asset`, or of another kind of artifact, with the fields of all `settings`.
 
-    `inputs`: fingerprints by asset name.
+    `inputs`: fingerprints by asset name, or by `input_name`.
     """
     version = GRAPH[asset].version if asset in GRAPH else "1"
-    sources = {str(name): Source(kind=str(name), fingerprint=digest) for name, digest in inputs.items()}
+    sources = {str(name): Source(kind=kind_of(name), fingerprint=digest) for name, digest in inputs.items()}
     fields = {name: value for part in settings for name, value in key_settings(part).items()}
     return Derivation(kind=str(asset), code_version=version, inputs=sources, settings=fields)
+
+
+def input_name(kind: str, fingerprint: str) -> str:
+    """Return a name for one of several inputs of the same kind."""
+    return f"{kind}:{short(fingerprint)}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of the input `name`."""
+    return str(name).partition(":")[0]
+
+
+def recipes_part(derivation: Derivation) -> Derivation:
+    """Return the inputs and settings that follow from the recipe, without the policies that scored arriving pairs."""
+    return derivation.model_copy(
+        update={
+            "inputs": {name: source for name, source in derivation.inputs.items() if kind_of(name) == name},
+            "settings": {name: value for name, value in derivation.settings.items() if name not in POLICIES},
+        }
+    )

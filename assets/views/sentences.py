@@ -12,6 +12,7 @@ from training.contract.protocol.details import (
     PairCounts,
     PairsDetails,
     PolicyDetails,
+    PrequentialDetails,
     ReferenceModelDetails,
     RowCounts,
     RowsDetails,
@@ -104,6 +105,19 @@ def of_supervised_tuning(details: ReferenceModelDetails) -> str:
 def of_logprobs(hits: int, scored: int) -> str:
     total = counted(hits + scored, "distinct sequence")
     return f"{total}: {hits:,} taken from the cache, {scored:,} scored."
+
+
+def of_arrival(details: PrequentialDetails) -> str:
+    """The pairs that arrived since the training of the champion."""
+    champion = next((found for found in details.policies if found.policy == details.champion), None)
+    if champion is None:
+        return "No pair has arrived since the training of the champion, or there is none to score it."
+    others = len(details.policies) - 1
+    beside = f", beside {counted(others, 'waiting candidate')}" if others else ""
+    return (
+        f"{counted(champion.pairs, 'pair')} arrived since the training of the champion. It ranks {champion.accuracy:.1%} of "
+        f"them as the data do{beside}."
+    )
 
 
 def of_policy(details: PolicyDetails) -> str:

@@ -40,7 +40,7 @@ class Registry:
 
     def __init__(self, tracking_uri: str, downloads: Path, uri: str | None = None) -> None:
         self.tracking_uri, self.uri, self.downloads = tracking_uri, uri or tracking_uri, downloads
-        self._connection, self._runs = Connection(self.uri), Connection(tracking_uri)
+        self.connection, self._runs = Connection(self.uri), Connection(tracking_uri)
         self._downloads = Downloads(downloads)
 
     def register(
@@ -71,7 +71,7 @@ class Registry:
             files = VersionFiles(policy, tokenizer or policy, settings or policy, evaluation, card, lineage or {})
             self.store_files(name, model.source, files)
         model.finish()
-        with self._connection.asking(f"register {name}") as client, without_retries():
+        with self.connection.asking(f"register {name}") as client, without_retries():
             if find_aliases(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
@@ -88,7 +88,7 @@ class Registry:
 
     def describe(self, version: Version, description: str) -> None:
         """Replace the Markdown text on the version's page."""
-        with self._connection.asking(f"describe version {version.number} of {version.name}") as client:
+        with self.connection.asking(f"describe version {version.number} of {version.name}") as client:
             client.update_model_version(version.name, str(version.number), description)
 
     def store_files(self, name: str, source: str, files: VersionFiles) -> None:
@@ -119,7 +119,7 @@ class Registry:
 
     def versions(self, name: str | None = None) -> list[Version]:
         """Return all versions of the registered model `name`, by default of every model; the latest first."""
-        with self._connection.reading(f"look for versions of {name or 'its models'}") as records:
+        with self.connection.reading(f"look for versions of {name or 'its models'}") as records:
             return records.versions(name)
 
     def link(self, version: Version) -> str:
@@ -128,13 +128,13 @@ class Registry:
         return page(served, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
-        with self._connection.reading(f"look for the champion of {name}") as records:
+        with self.connection.reading(f"look for the champion of {name}") as records:
             number = (records.aliases(name) or {}).get("champion")
             return records.version(name, number) if number else None
 
     def nominate(self, version: Version) -> None:
         """Point the alias `candidate` at the version."""
-        with self._connection.asking(f"make version {version.number} of {version.name} its candidate") as client:
+        with self.connection.asking(f"make version {version.number} of {version.name} its candidate") as client:
             client.set_registered_model_alias(version.name, "candidate", str(version.number))
 
     def promote(self, version: Version, over: Version | None) -> bool:
@@ -144,7 +144,7 @@ class Registry:
         the milliseconds between the two goes unseen.
         """
         name, number = version.name, version.number
-        with self._connection.asking(f"make version {number} of {name} its champion") as client:
+        with self.connection.asking(f"make version {number} of {name} its champion") as client:
             champion = (find_aliases(client, name) or {}).get("champion")
             if (champion and int(champion)) != (over and over.number):
                 return False
@@ -164,7 +164,7 @@ class Registry:
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
         """Add tags to a version. Return the version with them."""
         added = tags_of(tags)
-        with self._connection.asking(f"tag version {version.number} of {version.name}") as client:
+        with self.connection.asking(f"tag version {version.number} of {version.name}") as client:
             for name, value in added.items():
                 client.set_model_version_tag(version.name, str(version.number), name, value)
         return replace(version, tags={**version.tags, **added})
@@ -184,7 +184,7 @@ class Registry:
                 "version, point the alias `champion` at it in MLflow",
                 "no-previous-version",
             )
-        with self._connection.asking(f"roll {name} back to version {previous}") as client:
+        with self.connection.asking(f"roll {name} back to version {previous}") as client:
             try:
                 restored = Version.of(client.get_model_version(name, previous))
             except mlflow_api.MlflowException as error:
@@ -214,7 +214,7 @@ class Registry:
         marked = (other for other in self.versions(name) if ROLLED_BACK_TAG in other.tags)
         if rolled_back := next((other for other in marked if other.weights == weights), None):
             return str(rolled_back.number)
-        with self._connection.asking(f"look for rolled-back versions of {name}") as client:
+        with self.connection.asking(f"look for rolled-back versions of {name}") as client:
             tags: dict[str, str] = client.get_registered_model(name).tags
             return tags.get(_rolled_back_tag(weights))
 
@@ -227,7 +227,7 @@ class Registry:
                 "wrong-model-address",
             )
         aliases = self._check_registered(match["name"], match["alias"])
-        with self._connection.reading(f"find {address}") as records:
+        with self.connection.reading(f"find {address}") as records:
             return records.version(match["name"], match["number"] or aliases[match["alias"]])
 
     def resolve(self, address: str) -> Path:
@@ -250,7 +250,7 @@ class Registry:
         """Return the downloads of versions without an alias, as `name/folder`. They can be fetched again."""
         outdated: list[str] = []
         for model, downloads in self._downloads.by_model().items():
-            with self._connection.asking(f"look for the aliases of {model}") as client:
+            with self.connection.asking(f"look for the aliases of {model}") as client:
                 numbers = set((find_aliases(client, model) or {}).values())
                 aliased = {Version.of(client.get_model_version(model, number)).download_name for number in numbers}
             outdated += [name for name in downloads if name not in aliased]
@@ -272,11 +272,11 @@ class Registry:
 
         Raise UnknownModel if it is missing, RegistryError if it lacks `alias`. Both list the known names.
         """
-        with self._connection.reading(f"look for {name}") as records:
+        with self.connection.reading(f"look for {name}") as records:
             aliases = records.aliases(name)
         address = shown(self.uri)
         if aliases is None:
-            with self._connection.asking(f"look for {name}") as client:
+            with self.connection.asking(f"look for {name}") as client:
                 known = sorted(model.name for model in client.search_registered_models())
             raise UnknownModel(
                 f"no model {name} is registered in {address} (registered: {', '.join(known) or 'none'}); name one of these, "

@@ -13,8 +13,6 @@ Legend: P pairs, S distinct sequences, M missing ones, Q looked-up ones.
 import time
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
@@ -27,14 +25,13 @@ from training.contract.store.logprob_cache import LogprobCache, LookupResult, sc
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
-from training.distributed import Group
 from training.job_context import JobContext
 from training.model.backbone import check_positions, text_config
 from training.model.logprobs.self_check import check_exact
 from training.model.training_setup import check_trainable
 from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
-from training.scoring.cached_sequences import DistinctSequences, score_missing
+from training.scoring.cached_sequences import DistinctSequences, find_missing, score_missing
 from training.scoring.rescore_sample import confirm_others, sample_to_rescore
 
 
@@ -47,7 +44,7 @@ def run(context: JobContext[ScoringSettings]) -> JobResult[LogProbsDetails]:
     rule = scoring_rule(reference.fingerprint, dtype)
     cache = LogprobCache(Store(job.store), rule, events.note, job.settings.software)
     events.phase("look up reference log-probs")
-    missing_M = _find_missing(cache, sequences, group)
+    missing_M = find_missing(cache, sequences, group)
     sample_M = sample_to_rescore(cache, sequences, group)
     known = len(sequences) - len(missing_M)
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
@@ -56,7 +53,7 @@ def run(context: JobContext[ScoringSettings]) -> JobResult[LogProbsDetails]:
         if len(sample_M):
             events.phase("score a sample of other software or another device again")
             if not confirm_others(model, sequences, sample_M, cache, dtype, group, events):
-                missing_M = _find_missing(cache, sequences, group)
+                missing_M = find_missing(cache, sequences, group)
         events.phase("score sequences with the reference model")
         score_missing(model, sequences, missing_M, cache, group, events)
     if not group.is_main:
@@ -94,14 +91,6 @@ def _details(sequences: DistinctSequences, scored: int, table: LogProbTable, sec
         rule=table.rule,
         seconds=seconds,
     )
-
-
-def _find_missing(cache: LogprobCache, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
-    """Return the sequences to score, the same on every rank. Only rank 0 reads the shards and sets corrupt ones aside."""
-    known_S = torch.zeros(len(sequences), dtype=torch.uint8)
-    if group.is_main:
-        known_S = torch.from_numpy(cache.lookup(sequences.keys_SK).found_Q.astype(np.uint8))
-    return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
 
 
 def build_table(sequences: DistinctSequences, cache: LogprobCache, dtype: str) -> LogProbTable:

@@ -73,6 +73,14 @@ class DistinctSequences:
         return f"the {side} response of row {self.pairs.rows[pair]}"
 
 
+def find_missing(cache: LogprobCache, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
+    """Return the sequences to score, the same on every rank. Only rank 0 reads the shards and sets corrupt ones aside."""
+    known_S = torch.zeros(len(sequences), dtype=torch.uint8)
+    if group.is_main:
+        known_S = torch.from_numpy(cache.lookup(sequences.keys_SK).found_Q.astype(np.uint8))
+    return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
+
+
 @dataclass
 class _Shards:
     """Collects scores and commits them to the cache as a shard, after many tokens or `COMMIT_SECONDS`.

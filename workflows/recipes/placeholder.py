@@ -39,7 +39,7 @@ def _failing_asset(recipe: str, asset: str, fault: str) -> dg.AssetsDefinition:
 
     @dg.asset(
         key=[recipe, asset],
-        deps=[[recipe, need] for need in node.needs],
+        deps=[[recipe, need] for need in (*node.needs, *node.after)],
         group_name=identifier(recipe),
         tags={STAGE_TAG: node.stage},
         description=f"The recipe cannot be loaded: {fault}",

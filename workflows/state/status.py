@@ -88,13 +88,28 @@ class _StatusResolver:
         if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
-        if self._expected[asset].fingerprint == recorded.fingerprint:
+        if self._expected[asset].fingerprint == recorded.fingerprint or self._has_scored_rows(asset, recorded):
             self._causes[asset] = []
             if asset == AssetName.RELEASED_MODEL:
                 return self._released_status(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
         self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
         return AssetStatus(asset, "stale", tuple(cause_texts(asset, self._causes[asset])), recorded.fingerprint)
+
+    def _has_scored_rows(self, asset: str, recorded: Materialization) -> bool:
+        """Return whether the asset is the scores of arriving pairs, and was made from the rows of a run now.
+
+        Pairs arrive once, so a run keeps these scores, whichever versions wait by then.
+        """
+        if asset != AssetName.PREQUENTIAL_EVALUATION or recorded.fingerprint is None:
+            return False
+        try:
+            made_from = self._history.made_from(asset)
+        except CorruptRecord:
+            return False
+        rows = None if made_from is None else made_from.inputs.get(AssetName.RAW_PREFERENCES)
+        is_there = self._services.store.folder(asset, recorded.fingerprint).is_dir()
+        return is_there and rows is not None and rows.fingerprint == self._expected[rows.kind].fingerprint
 
     def _released_status(self, key: str) -> AssetStatus:
         """Return the state of an unchanged release: fresh if the registry has it, or does not answer within seconds."""

@@ -45,6 +45,9 @@ class Records(Protocol):
     def aliases(self, name: str) -> dict[str, str] | None:
         """Return the aliases of a registered model with their versions, or None for an unknown model."""
 
+    def model_tags(self, name: str) -> dict[str, str]:
+        """Return the tags of a registered model; nothing for an unknown model."""
+
 
 class ClientRecords:
     """The records as MLflow's client finds them."""
@@ -75,6 +78,14 @@ class ClientRecords:
 
     def aliases(self, name: str) -> dict[str, str] | None:
         return find_aliases(self._client, name)
+
+    def model_tags(self, name: str) -> dict[str, str]:
+        try:
+            return dict(self._client.get_registered_model(name).tags)
+        except mlflow_api.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return {}
+            raise
 
 
 def find_runs(client: "MlflowClient", experiment_id: str, tag: str, value: str) -> "list[Run]":

@@ -51,6 +51,7 @@ SELECT 1 FROM registered_models AS models WHERE workspace = 'default' AND name =
 )
 """
 _ALIASES = "SELECT alias, version FROM registered_model_aliases WHERE workspace = 'default' AND name = ? ORDER BY alias"
+_MODEL_TAGS = "SELECT key, value FROM registered_model_tags WHERE workspace = 'default' AND name = ?"
 
 Row = tuple[Any, ...]
 
@@ -86,6 +87,9 @@ class SqliteRecords:
         if not self._rows(_MODEL, name):
             return None
         return {alias: str(number) for alias, number in self._rows(_ALIASES, name)}
+
+    def model_tags(self, name: str) -> dict[str, str]:
+        return dict(self._rows(_MODEL_TAGS, name))
 
     def _rows(self, query: str, *values: str | int) -> list[Row]:
         return [tuple(row) for row in self._connection.exec_driver_sql(query, values)]

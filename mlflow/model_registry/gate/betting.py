@@ -34,7 +34,8 @@ MOST_PROMPTS = 1_000_000
 def log_capitals(differences_N: npt.ArrayLike) -> Floats:
     """Return float64[S]: for each share, the logarithm of the capital that began with 1."""
     differences = _checked(differences_N)
-    return np.log1p(np.multiply.outer(SHARES, differences)).sum(axis=-1)
+    logs: Floats = np.log1p(np.multiply.outer(SHARES, differences)).sum(axis=-1)
+    return logs
 
 
 def log_evidence(differences_N: npt.ArrayLike) -> float:

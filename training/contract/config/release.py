@@ -21,8 +21,8 @@ class Gate(ConfigSection):
     """The gate: which candidates become champion. Floors apply to both types.
 
     `anytime`: a candidate waits until its evidence on pairs that nobody trained on, held-out and arriving ones, reaches its
-    level. At most a share `alpha` of all promotions is false on average. `ladder`: its held-out loss must beat the champion's by
-    more than one standard error.
+    level. At most a share `alpha` of all promotions is false on average. `ladder`: its held-out loss must beat the champion's
+    by more than one standard error.
     """
 
     type: Literal["anytime", "ladder"] = Field("anytime", description="The rule of the gate.")

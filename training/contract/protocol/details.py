@@ -142,6 +142,29 @@ class LogProbsDetails(Details):
     seconds: float | None = None
 
 
+class ScoredPolicy(StoredModel):
+    """The scores of one policy on fresh pairs: counts, and means of their losses and accuracies.
+
+    `policy`: its fingerprint. `hits`: sequences found in the log-prob cache; `scored`: sequences scored by the job.
+    """
+
+    policy: str
+    pairs: int
+    prompts: int
+    finite: int
+    hits: int
+    scored: int
+    loss: Figure
+    accuracy: Figure
+
+
+class PrequentialDetails(Details):
+    """`prequential_evaluation`. `champion`: the fingerprint of its policy, if it was scored."""
+
+    champion: str | None = None
+    policies: tuple[ScoredPolicy, ...] = ()
+
+
 class RunDetails(Details):
     """The figures of a training, by `RunState`. `train`: metrics of the last step. `series`: about 200 values of a metric.
 

@@ -26,6 +26,7 @@ from training.contract.protocol.locations import (
     ReleaseFilesLocations,
     TokenizerLocations,
 )
+from training.contract.protocol.prequential import PrequentialSettings
 from training.contract.protocol.settings import (
     EvaluationSpec,
     NoSettings,
@@ -49,7 +50,17 @@ RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 CHECKPOINTS = "checkpoints"  # a folder in the job's folder
 
 JobKind = Literal[
-    "preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"
+    "preferences",
+    "tokenizer",
+    "pairs",
+    "sft",
+    "reference",
+    "prequential",
+    "policy",
+    "evaluation",
+    "merge",
+    "proof",
+    "release_files",
 ]
 
 SettingsT = TypeVar("SettingsT", bound=Settings, default=Settings, covariant=True)
@@ -175,7 +186,7 @@ class Job(StrictModel, Generic[SettingsT, LocationsT]):
     @property
     def distributed(self) -> bool:
         """Whether the job runs on all processes of `compute`; work on data runs in one process."""
-        return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
+        return self.kind in ("sft", "reference", "prequential", "policy", "evaluation", "proof")
 
     @property
     def nodes(self) -> int:
@@ -215,6 +226,7 @@ JOB_MODELS: dict[JobKind, JobModels] = {
     "pairs": JobModels(PairsSettings, PairsLocations),
     "sft": JobModels(SupervisedTuningSettings),
     "reference": JobModels(ScoringSettings),
+    "prequential": JobModels(PrequentialSettings),
     "policy": JobModels(TrainingSpec, PolicyLocations),
     "evaluation": JobModels(EvaluationSpec),
     "merge": JobModels(NoSettings),
