@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import dagster as dg
 
-from assets.bodies import data, evaluation, policy, prequential, reference, release, sources, specs
+from assets.bodies import data, evaluation, policy, prequential, reference, sources, specs
 from assets.bodies.automation import ON_CONTENT
 from assets.bodies.checks import check_specs
+from assets.bodies.release.released_model import released_model
 from assets.execution.asset_context import AssetContext
 from assets.execution.interruption import explain_interruption
 from assets.execution.job_log import with_log
@@ -37,7 +38,7 @@ _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
     AssetName.PREQUENTIAL_EVALUATION: prequential.prequential_evaluation,
     "policy": policy.policy,
     "evaluation": evaluation.evaluation,
-    AssetName.RELEASED_MODEL: release.released_model,
+    AssetName.RELEASED_MODEL: released_model,
 }
 
 

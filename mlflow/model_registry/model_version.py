@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
+DECISION_TAG = "pedigree.champion"  # yes, if the gate promoted it
+REASONS_TAG = "pedigree.reasons"
 LINEAGE_TAG = "pedigree.lineage"
 MERGED = "merged_policy"  # the kind of a policy trained as an adapter and merged into its base
 LINEAGE_FILE = "lineage.json"

@@ -15,14 +15,7 @@ from model_registry.client.records import find_aliases
 from model_registry.client.settings import brief_patience, without_retries
 from model_registry.connection import Connection, is_server, page, shown
 from model_registry.downloads import Downloads
-from model_registry.files import (
-    MODEL_FOLDER,
-    VersionFiles,
-    holds_model,
-    local_path,
-    packaged,
-    put_files,
-)
+from model_registry.files import MODEL_FOLDER, VersionFiles, holds_model, local_path, packaged, put_files
 from model_registry.logged_policy import LoggedPolicy
 from model_registry.mlflow_types import tags_of
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
@@ -90,6 +83,11 @@ class Registry:
         """Replace the Markdown text on the version's page."""
         with self.connection.asking(f"describe version {version.number} of {version.name}") as client:
             client.update_model_version(version.name, str(version.number), description)
+
+    def description(self, version: Version) -> str:
+        """Return the Markdown text on the version's page."""
+        with self.connection.asking(f"read the page of version {version.number} of {version.name}") as client:
+            return client.get_model_version(version.name, str(version.number)).description or ""
 
     def store_files(self, name: str, source: str, files: VersionFiles) -> None:
         """Package `files` and put them at the address `source`. They replace leftovers of an interrupted attempt."""

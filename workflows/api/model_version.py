@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from assets.bodies.release_decision import REASONS_TAG
-from model_registry.model_version import Version
+from model_registry.model_version import REASONS_TAG, Version
 from model_registry.registry import Registry
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import click
 
-from assets.bodies.release import promotion_lock
+from assets.bodies.release.released_model import promotion_lock
 from assets.execution.rescore import SetAside, set_scores_aside
 from training.contract.config.json_object import JsonObject
 from workflows.cli import tables

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from assets.bodies.release import check_releases_exist
+from assets.bodies.release.released_model import check_releases_exist
 from assets.execution.instance_ids import check_same_instance
 from assets.execution.run_liveness import BEGUN, fail_orphaned_runs
 from assets.lineage.history import Materialization, latest_of, made_in

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import dagster as dg
 import numpy as np
 
-from assets.bodies.release import release_problem
+from assets.bodies.release.released_model import release_problem
 from assets.execution.materialize import find_intact
 from assets.inputs.current import ROOTS
 from assets.inputs.recipe_location import add_recipe_location

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
-from assets.bodies.release import RELEASE_KEY_TAG
+from assets.bodies.release.released_model import RELEASE_KEY_TAG
 from assets.execution.rescore import rescore
 from assets.inputs.current import resolve_root
 from assets.inputs.version_repair import files_problem

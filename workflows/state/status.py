@@ -13,7 +13,7 @@ from typing import Literal
 
 import dagster as dg
 
-from assets.bodies.release import release_problem
+from assets.bodies.release.released_model import release_problem
 from assets.inputs.current import ROOTS
 from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes

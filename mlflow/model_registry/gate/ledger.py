@@ -58,8 +58,9 @@ class Hypothesis(StoredModel):
     """One entry. `candidate` and `champion` are version numbers; `policy` and `champions_policy` their fingerprints.
 
     `clip`: the largest counted difference; None until pairs are scored to choose it. `held_out`: the pairs that chose the clip
-    or started the capital. `rows`: the `raw_preferences` at the start; their prompts do not count as arriving.
-    `prompts_needed`: with the differences so far and power 0.8. `level`: at the promotion.
+    or started the capital. `clip_source`: the scores of arriving pairs that chose the clip, if held-out pairs could not.
+    `rows`: the `raw_preferences` at the start; their prompts do not count as arriving. `prompts_needed`: with the differences so
+    far and power 0.8. `level`: at the promotion.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Hypothesis(StoredModel):
     alpha: float
     metric: GateMetric
     clip: float | None = None
+    clip_source: str | None = None
     held_out: HeldOut | None = None
     rows: str
     started: str

@@ -17,7 +17,7 @@ import pytest
 from dagster._core.storage.event_log import InMemoryEventLogStorage
 from sqlalchemy.exc import OperationalError
 
-from assets.bodies.release import promotion_lock
+from assets.bodies.release.released_model import promotion_lock
 from assets.comparison.paired_metrics import rows_by_pair
 from assets.pipeline.pipeline import Services
 from model_registry.connection import connect

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.bodies import checks
-from assets.bodies.release import RELEASE_KEY_TAG, release_problem
+from assets.bodies.release.released_model import RELEASE_KEY_TAG, release_problem
 from assets.inputs.version_repair import restore_files
 from model_registry.files import local_path
 from model_registry.registry import Registry

@@ -4,8 +4,8 @@ from typing import Any
 
 import dagster as dg
 
-from assets.bodies.candidate import Candidate
 from assets.bodies.policy_difference import difference
+from assets.bodies.release.candidate import Candidate
 from assets.views.pages import publish_report, publish_version
 from assets.views.report_page import ReleaseSummary, add_release
 from assets.views.sentences import of_evaluation
@@ -35,6 +35,13 @@ def describe_version(candidate: Candidate, decision: Decision, run_id: str | Non
         return text
     report = tracker.run_link(run_id, "artifacts/evaluation/report.html")
     return f"{text}\n\n[report]({report}) · [charts]({tracker.run_link(run_id)})"
+
+
+def describe_promoted(candidate: Candidate, version: Version, reasons: str) -> None:
+    """Replace the decision on the page of a waiting version that became champion. The rest of the page stays."""
+    page = candidate.registry.description(version)
+    _, _, rest = page.partition("\n\n")
+    candidate.registry.describe(version, f"Champion: {reasons}\n\n{rest}" if rest else f"Champion: {reasons}")
 
 
 def publish_release(

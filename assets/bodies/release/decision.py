@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from assets.bodies.candidate import Candidate
+from assets.bodies.release.candidate import Candidate
+from assets.bodies.release.hypotheses import Hypotheses
 from assets.comparison.champion import score_against_champion
 from assets.comparison.paired_metrics import measure_pairs, rows_by_pair
 from model_registry.gate.ladder import decide
 from model_registry.gate.scores import Decision, GateMetric, PairedScores
-from model_registry.model_version import Version
+from model_registry.model_version import REASONS_TAG, Version
 from training.contract.protocol.artifacts import EVALUATION, AssetName
 
-REASONS_TAG = "pedigree.reasons"
 # The specs that may differ between two versions of one policy.
 _SPECS_OF_A_POLICY = {
     AssetName.TOKENIZATION_SPEC: "tokenizer or chat template",
@@ -19,23 +19,37 @@ _SPECS_OF_A_POLICY = {
 }
 
 
-def decide_release(candidate: Candidate, version: Version, champion: Version | None) -> Decision:
-    """Return the gate's decision about `version`."""
+def decide_release(
+    candidate: Candidate, version: Version, champion: Version | None, hypotheses: Hypotheses | None
+) -> Decision:
+    """Return the gate's decision about `version`. `hypotheses`: of the gate `anytime`; None for `ladder`."""
     if champion is not None and champion.number == version.number:
         return Decision(True, [version.tags.get(REASONS_TAG, "it is the champion already")], {})
-    evaluation = candidate.artifact(EVALUATION)
-    metrics, gate = evaluation.details.metrics, candidate.context.pipeline.recipe.release.gate
     if champion is None:
-        losses = measure_pairs(GateMetric.LOSS, rows_by_pair(evaluation), {})
-        decision = decide(PairedScores(GateMetric.LOSS, losses), metrics, gate)
+        return _keep_rolled_back(candidate, version, _decide_first(candidate))
+    if hypotheses is None:
+        decision = _decide_ladder(candidate, champion)
+    elif candidate.registry.rolled_back(version) is not None:
+        decision = Decision(False, [], {})  # it uses up no level
     else:
-        pairs = score_against_champion(
-            candidate.context, evaluation, candidate.lineage[AssetName.RAW_PREFERENCES], champion
-        )
-        decision = decide(pairs, metrics, gate)
-        if version.weights == champion.weights and not decision.promote:
-            decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])
+        decision = hypotheses.decide(version, champion)
+    if version.weights == champion.weights and not decision.promote:
+        decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])
     return _keep_rolled_back(candidate, version, decision)
+
+
+def _decide_first(candidate: Candidate) -> Decision:
+    evaluation = candidate.artifact(EVALUATION)
+    losses = measure_pairs(GateMetric.LOSS, rows_by_pair(evaluation), {})
+    gate = candidate.context.pipeline.recipe.release.gate
+    return decide(PairedScores(GateMetric.LOSS, losses), evaluation.details.metrics, gate)
+
+
+def _decide_ladder(candidate: Candidate, champion: Version) -> Decision:
+    evaluation = candidate.artifact(EVALUATION)
+    rows = candidate.lineage[AssetName.RAW_PREFERENCES]
+    pairs = score_against_champion(candidate.context, evaluation, rows, champion)
+    return decide(pairs, evaluation.details.metrics, candidate.context.pipeline.recipe.release.gate)
 
 
 def _same_policy_reasons(version: Version, champion: Version) -> Iterator[str]:

@@ -3,7 +3,8 @@
     find        the version of the same inputs, with its files restored; if it has a decision, that is all
     register    the policy as a version; an adapter is merged into its base first
     nominate    point the alias `candidate` at the version
-    decide      compare it with the champion, and tag it with the reasons (release_decision.py)
+    settle      bet on arriving pairs for the waiting candidates, and promote the best (hypotheses.py)
+    decide      compare it with the champion, and tag it with the reasons (decision.py)
     promote     point the alias `champion` at it
     record      tag it with the decision, last
 
@@ -19,10 +20,11 @@ from typing import Any, BinaryIO
 
 import dagster as dg
 
-from assets.bodies.candidate import Candidate
 from assets.bodies.evaluation import delivered_evaluation
-from assets.bodies.release_decision import REASONS_TAG, decide_release
-from assets.bodies.release_pages import describe_version, find_run, publish_release
+from assets.bodies.release.candidate import Candidate
+from assets.bodies.release.decision import decide_release
+from assets.bodies.release.hypotheses import Hypotheses
+from assets.bodies.release.pages import describe_version, find_run, publish_release
 from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
 from assets.execution.job_log import log_message, log_phase
@@ -35,7 +37,16 @@ from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
 from model_registry.gate.scores import Decision
 from model_registry.model_card import model_card, read_training
-from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags, tagged_lineage
+from model_registry.model_version import (
+    DECISION_TAG,
+    MERGED,
+    PREVIOUS_TAG,
+    REASONS_TAG,
+    ROLLED_BACK_TAG,
+    Version,
+    lineage_tags,
+    tagged_lineage,
+)
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError, StoreError
 from training.contract.identity.fingerprint import fingerprint, short
@@ -44,7 +55,6 @@ from training.contract.protocol.spec_files import SPEC_FILE
 from training.contract.store.store import Store
 
 RELEASE_KEY_TAG = "pedigree.release"
-_DECISION_TAG = "pedigree.champion"
 
 
 def released_model(context: AssetContext) -> dg.MaterializeResult:
@@ -61,11 +71,15 @@ def released_model(context: AssetContext) -> dg.MaterializeResult:
 
 @dataclass(frozen=True)
 class _Released:
-    """A version with the gate's decision. `figures` are empty unless the decision was made now."""
+    """A version with the gate's decision. `figures` are empty unless the decision was made now.
+
+    `news`: sentences about other candidates of the recipe.
+    """
 
     version: Version
     outcome: str
     figures: dict[str, float] = field(default_factory=dict)
+    news: Sequence[str] = ()
 
 
 def promotion_lock(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
@@ -109,16 +123,19 @@ def _release(candidate: Candidate) -> _Released:
         version = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.derivation.key})
         is_restored = version is not None and restore_files(candidate.context.services, version)
         if version is not None and _has_decision(version):
-            return _Released(version, "computed" if is_restored else "reused")
+            with promotion_lock(candidate.store, version.name):
+                _, hypotheses = _settle(candidate)
+            news = hypotheses.news if hypotheses else []
+            return _Released(version, "computed" if is_restored or news else "reused", news=news)
         version = _register(candidate)
         with promotion_lock(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
             registry.nominate(version)
-            decision, version = _promote(candidate, version)
-            return _Released(_record(candidate, version, decision), "computed", decision.figures)
+            decision, version, news = _promote(candidate, version)
+            return _Released(_record(candidate, version, decision), "computed", decision.figures, news)
 
 
 def _has_decision(version: Version) -> bool:
-    return _DECISION_TAG in version.tags or ROLLED_BACK_TAG in version.tags
+    return DECISION_TAG in version.tags or ROLLED_BACK_TAG in version.tags
 
 
 def _register(candidate: Candidate) -> Version:
@@ -173,18 +190,39 @@ def _check_same_tokenizer(candidate: Candidate) -> None:
             )
 
 
-def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version]:
+def _settle(candidate: Candidate) -> tuple[Version | None, Hypotheses | None]:
+    """Bring the waiting candidates up to date. Return the champion after it, and the hypotheses of the gate `anytime`."""
+    registry, gate = candidate.registry, candidate.context.pipeline.recipe.release.gate
+    champion = registry.champion(candidate.name)
+    if gate.type != "anytime":
+        return champion, None
+    hypotheses = Hypotheses.read(candidate)
+    while champion is not None and hypotheses.settle(champion):
+        champion = registry.champion(candidate.name)
+    for text in hypotheses.news:
+        log_message(candidate.context.services, candidate.context.dagster.log, AssetName.RELEASED_MODEL, text)
+    return champion, hypotheses
+
+
+def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version, list[str]]:
     """Decide, and promote. Decide again if another home, or the user, has made another version champion meanwhile.
 
     The reasons are written before the alias moves. A run that continues after that finds the version to be champion already.
+    Return the sentences about other candidates, too.
     """
     registry = candidate.registry
+    news: list[str] = []
     while True:
-        champion = registry.champion(version.name)
-        decision = decide_release(candidate, version, champion)
+        champion, hypotheses = _settle(candidate)
+        news += hypotheses.news if hypotheses else []
+        decision = decide_release(candidate, version, champion, hypotheses)
         version = registry.tag(version, {REASONS_TAG: "; ".join(decision.reasons)})
         if not decision.promote or registry.promote(version, over=champion):
-            return decision, version
+            if hypotheses and decision.promote:
+                hypotheses.promoted(version)
+                _, after = _settle(candidate)  # the others start again, against the new champion
+                news += after.news if after else []
+            return decision, version, news
 
 
 def _record(candidate: Candidate, version: Version, decision: Decision) -> Version:
@@ -195,7 +233,7 @@ def _record(candidate: Candidate, version: Version, decision: Decision) -> Versi
     if run_id is not None:
         name = f"{candidate.context.pipeline.name} v{version.number}"
         candidate.context.services.tracker.rename_run(run_id, name)
-    return candidate.registry.tag(version, {_DECISION_TAG: "yes" if decision.promote else "no"})
+    return candidate.registry.tag(version, {DECISION_TAG: "yes" if decision.promote else "no"})
 
 
 def _result(candidate: Candidate, released: _Released, changes: list[str] | None) -> dg.MaterializeResult:
@@ -203,7 +241,7 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
     is_champion = champion is not None and champion.number == version.number  # the user may have moved the alias since
     if champion is not None and not is_champion:  # `_release` has restored the files of `version`
         restore_files(candidate.context.services, champion)
-    reasons = "; ".join(_reasons(candidate.registry, version, is_champion))
+    reasons = "; ".join([*_reasons(candidate.registry, version, is_champion), *released.news])
     link = candidate.registry.link(version)
     report = publish_release(candidate, version, is_champion, reasons)
     metadata: dict[str, Any] = {
@@ -229,7 +267,7 @@ def _reasons(registry: Registry, version: Version, is_champion: bool) -> Iterato
     """Yield why it is champion or not: changes by the gate or the user since the decision, then the gate's reasons."""
     if ROLLED_BACK_TAG in version.tags:
         yield f"it was champion and was rolled back{'; the user has made it champion again' if is_champion else ''}"
-    elif is_champion != (version.tags.get(_DECISION_TAG) == "yes"):
+    elif is_champion != (version.tags.get(DECISION_TAG) == "yes"):
         replaced = None if is_champion else registry.find_version(version.name, {PREVIOUS_TAG: str(version.number)})
         yield (
             f"version {replaced.number} replaced it"

@@ -1,0 +1,1 @@
+"""Body of `released_model`: registering a policy, the gate, and the aliases."""
