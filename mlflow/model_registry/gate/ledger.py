@@ -59,8 +59,8 @@ class Hypothesis(StoredModel):
 
     `clip`: the largest counted difference; None until pairs are scored to choose it. `held_out`: the pairs that chose the clip
     or started the capital. `clip_source`: the scores of arriving pairs that chose the clip, if held-out pairs could not.
-    `rows`: the `raw_preferences` at the start; their prompts do not count as arriving. `prompts_needed`: with the differences so
-    far and power 0.8. `level`: at the promotion.
+    `rows`: the `raw_preferences` at the start; their prompts do not count as arriving. `prompts_needed`: how many more prompts,
+    with the differences so far and power 0.8. `level`: at the promotion.
     """
 
     number: int
