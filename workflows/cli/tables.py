@@ -123,6 +123,9 @@ def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -
         causes = escape("\n".join([*dict.fromkeys(lines), *filter(None, [asset.job])]))
         table.add_row(asset.asset, _coloured(asset.state), short(asset.fingerprint), causes)
     console.print(table)
+    for asset in found:
+        for note in asset.notes:
+            console.print(f"[yellow]{asset.asset}:[/] {escape(note)}", soft_wrap=True)
 
 
 def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) -> None:

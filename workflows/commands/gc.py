@@ -2,7 +2,8 @@
 
 Four references keep an artifact and all its ancestors.
 
-A version of any model in the registry refers to its lineage by its tags.
+A version of any model in the registry refers to its lineage by its tags. The gate's ledger refers to the scores of promoted
+and waiting candidates, and these to their pairs.
 
 The latest materialization of any asset in this Dagster instance refers to its artifact, fresh or stale.
 
@@ -40,8 +41,10 @@ from assets.execution.run_liveness import BEGUN, fail_orphaned_runs
 from assets.lineage.history import Materialization, latest_of, made_in
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
+from model_registry.gate.ledger import Hypothesis, Ledger, State
 from model_registry.model_version import MERGED
 from training.contract.errors import CorruptArtifact, CorruptRecord
+from training.contract.protocol.artifacts import AssetName
 from training.contract.store.manifest import Manifest, Source, read_manifest
 from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.system.locks import holding
@@ -165,6 +168,10 @@ class GarbageCollector:
             yield from (
                 (kind, fingerprint) for kind in _KINDS if (fingerprint := version.fingerprint_of(kind)) is not None
             )
+        for model in sorted({version.name for version in versions}):
+            for entry in Ledger.read(self._services.registry.connection, model).entries:
+                if entry.state in (State.PROMOTED, State.WAITING):
+                    yield from _scores_of(entry)
 
     @cached_property
     def _latest(self) -> dict[dg.AssetKey, Materialization]:
@@ -212,6 +219,17 @@ class GarbageCollector:
     def _oldest_unfinished_run(self) -> datetime | None:
         records = self._instance.get_run_records(_UNFINISHED_RUNS)
         return min((record.create_timestamp for record in records), default=None)
+
+
+def _scores_of(entry: Hypothesis) -> Iterator[Reference]:
+    """Yield the artifacts from which the evidence of a hypothesis can be computed again."""
+    if entry.held_out is not None:
+        yield AssetName.EVALUATION, entry.held_out.evaluation
+        yield AssetName.EVALUATION, entry.held_out.champions
+    yield AssetName.RAW_PREFERENCES, entry.rows
+    for bet in entry.bets:
+        if entry.held_out is None or bet.source != entry.held_out.evaluation:
+            yield AssetName.PREQUENTIAL_EVALUATION, bet.source
 
 
 def _garbage_item(kind: str, folder: Path) -> GarbageItem:

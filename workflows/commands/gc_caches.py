@@ -54,7 +54,7 @@ class KeptCaches:
     @cached_property
     def _scoring_rules(self) -> set[str]:
         """The scoring rules of all kept models and of kept tables."""
-        models = self._of_kind(AssetName.REFERENCE_MODEL, AssetName.BASE_MODEL)
+        models = self._of_kind(AssetName.REFERENCE_MODEL, AssetName.BASE_MODEL, AssetName.POLICY)
         rules = {scoring_rule(model, dtype) for _, model in models for dtype in get_args(Dtype)}
         for table in self._of_kind(AssetName.REFERENCE_LOGPROBS):
             with suppress(CorruptArtifact):

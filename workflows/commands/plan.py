@@ -15,6 +15,7 @@ import dagster as dg
 import numpy as np
 
 from assets.bodies.release.released_model import release_problem
+from assets.comparison.contestants import find_contestants, fresh_rows
 from assets.execution.materialize import find_intact
 from assets.inputs.current import ROOTS
 from assets.inputs.recipe_location import add_recipe_location
@@ -91,14 +92,16 @@ class _Planner:
     history: History
 
     def planned(self, status: AssetStatus) -> PlannedAsset:
-        is_fresh, work = status.state == "fresh", self._work(status.asset)
+        is_fresh, work = status.state == "fresh", self._work(status.asset, status.state == "fresh")
         if is_fresh or self._exists(status.asset):
             causes = status.causes if is_fresh else ()
-            return PlannedAsset(status.asset, "reuse", causes, work, self._notes(status.asset))
+            notes = (*self._notes(status.asset), *status.notes)
+            return PlannedAsset(status.asset, "reuse", causes, work, notes)
         note = self._advice() if status.asset == AssetName.POLICY else None
         job = job_state(self.services, self.expected[status.asset].derivation)
-        notes = (note, None if job is None else f"a run follows its job: {job}")
-        return PlannedAsset(status.asset, "compute", status.causes, work, tuple(filter(None, notes)))
+        hints = (note, None if job is None else f"a run follows its job: {job}")
+        notes = (*filter(None, hints), *status.notes)
+        return PlannedAsset(status.asset, "compute", status.causes, work, notes)
 
     def _advice(self) -> str | None:
         """Return advice if the training would hardly change the model."""
@@ -122,7 +125,7 @@ class _Planner:
         except RegistryError:  # as in the status, the version counts as present
             return True
 
-    def _work(self, asset: str) -> Work:
+    def _work(self, asset: str, is_fresh: bool) -> Work:
         counts, recipe = self.cheap.pairs.details.counts, self.pipeline.recipe
         match asset:
             case AssetName.PREFERENCE_SOURCE:
@@ -141,6 +144,8 @@ class _Planner:
                 return {"steps": steps, **self._done(asset), "pairs": counts.train}
             case AssetName.REFERENCE_LOGPROBS:
                 return self._scoring()
+            case AssetName.PREQUENTIAL_EVALUATION:
+                return {} if is_fresh else self._arrived()
             case AssetName.POLICY:
                 return {
                     "steps": recipe.training.steps(counts.train),
@@ -182,6 +187,19 @@ class _Planner:
         compared = {"compared": min(foreign, COMPARED)} if foreign else {}
         return {"sequences": len(keys_SK), "missing": missing, **compared}
 
+    def _arrived(self) -> dict[str, int]:
+        """Return how many pairs have arrived for the champion, and how many policies score pairs; zeros without a champion."""
+        base_model, rows = self.expected[AssetName.BASE_MODEL].fingerprint, self.cheap.rows.fingerprint
+        if base_model is None:
+            return {}
+        try:
+            contestants = find_contestants(self.pipeline, self.services, base_model)
+        except RegistryError:
+            return {}
+        fresh = [len(fresh_rows(self.services.store, found, rows)) for found in contestants.all]
+        is_any = bool(fresh and fresh[0])
+        return {"new_pairs": fresh[0] if is_any else 0, "policies": sum(map(bool, fresh)) if is_any else 0}
+
 
 def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the distinct keys of all sequences of `tokenized_pairs`: uint8[S, 32]."""
@@ -199,6 +217,12 @@ def _describe_work(asset: PlannedAsset) -> str | None:
         case AssetName.REFERENCE_LOGPROBS:
             again = f", and {work['compared']} again to compare" if "compared" in work else ""
             return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
+        case AssetName.PREQUENTIAL_EVALUATION:
+            return (
+                f"score {work['new_pairs']:,} new pairs with {work['policies']} policies"
+                if work.get("policies")
+                else None
+            )
         case AssetName.POLICY:
             return f"train {_steps(work)}"
         case AssetName.EVALUATION:

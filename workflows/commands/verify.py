@@ -1,5 +1,7 @@
 """Verify a recipe's artifacts against their records: hash all bytes again, and score some pairs again.
 
+The evidence of every promotion of its model is computed again from the scores in the store.
+
 Every artifact of the latest materializations is compared with its manifest, without a cache of hashes. So are the shards of the
 log-prob cache, the preference files, the base model, and the weights of the registered version. Then the reference model scores
 some rows of the table of log-probs again. They agree if they differ by at most `tolerance` nats times the square root of the
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import dagster as dg
 
 from assets.bodies.release.released_model import RELEASE_KEY_TAG
+from assets.comparison.evidence import evidence_problem
 from assets.execution.rescore import rescore
 from assets.inputs.current import resolve_root
 from assets.inputs.version_repair import files_problem
@@ -19,6 +22,7 @@ from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since
 from assets.lineage.history import History
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
+from model_registry.gate.ledger import Hypothesis, Ledger, State
 from training.contract.errors import (
     CorruptArtifact,
     CorruptRecord,
@@ -67,6 +71,7 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
     """Verify the latest materializations. Raises UsageError without any, and the errors of a job."""
     verifier = _Verifier(pipeline, services, instance)
     artifacts = [verified for asset in GRAPH if (verified := verifier.asset(asset)) is not None]
+    artifacts += verifier.promotions() if artifacts else []
     if not artifacts:
         raise UsageError(
             f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.argument}` first",
@@ -107,6 +112,19 @@ class _Verifier:
             return None
         fault = next(filter(None, self._faults(asset, recorded.fingerprint, recorded.key)), None)
         return VerifiedAsset(asset, recorded.fingerprint, fault is None, fault)
+
+    def promotions(self) -> list[VerifiedAsset]:
+        """Return the model's promotions in the ledger, with the evidence computed again. They count as `released_model`."""
+        name, registry = self._pipeline.recipe.release.model_name, self._services.registry
+        entries = [entry for entry in Ledger.read(registry.connection, name).entries if entry.state == State.PROMOTED]
+        return [self._promotion(entry) for entry in entries]
+
+    def _promotion(self, entry: Hypothesis) -> VerifiedAsset:
+        fault = evidence_problem(self._services.store, entry)
+        fault = None if fault is None else f"the promotion of version {entry.candidate}: {fault}"
+        return VerifiedAsset(
+            f"{AssetName.RELEASED_MODEL}/hypothesis-{entry.number}", entry.policy, fault is None, fault
+        )
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """Return the latest table with its pairs and its model; None without a table."""

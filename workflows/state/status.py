@@ -20,6 +20,8 @@ from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_ch
 from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services
+from model_registry.gate.anytime import waiting_sentences
+from model_registry.gate.ledger import Ledger
 from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.identity.fingerprint import short
@@ -40,7 +42,7 @@ class AssetStatus:
     """`fingerprint` identifies the latest materialization; `causes` are the reasons for a new one.
 
     A fresh asset has causes only if it is a released model and the registry is unavailable. `job`: the state of its job in the
-    queue of an engine; None without one.
+    queue of an engine; None without one. `notes`: of the released model, the evidence so far of each waiting candidate.
     """
 
     asset: str
@@ -48,6 +50,7 @@ class AssetStatus:
     causes: tuple[str, ...]
     fingerprint: str | None
     job: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
@@ -84,6 +87,21 @@ class _StatusResolver:
         self._explainer = CauseFinder(services.store, self._current, _made_from, self._causes.__getitem__)
 
     def asset(self, asset: str) -> AssetStatus:
+        found = self._state_of(asset)
+        return replace(found, notes=self._waiting()) if asset == AssetName.RELEASED_MODEL else found
+
+    def _waiting(self) -> tuple[str, ...]:
+        """Return the evidence of the waiting candidates; nothing if the registry does not answer."""
+        release = self._pipeline.recipe.release
+        if release.gate.type != "anytime":
+            return ()
+        try:
+            ledger = Ledger.read(self._services.registry.connection, release.model_name)
+        except RegistryError:
+            return ()
+        return tuple(waiting_sentences(ledger, self._pipeline.name))
+
+    def _state_of(self, asset: str) -> AssetStatus:
         recorded = self._history.latest(asset)
         if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]

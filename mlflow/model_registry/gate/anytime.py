@@ -146,6 +146,14 @@ class Standing:
         return f"at this difference, about {needed:,} more prompts decide with power 0.8"
 
 
+def waiting_sentences(ledger: Ledger, recipe: str) -> list[str]:
+    """Return a sentence about each waiting candidate of a recipe, the newest first."""
+    return [
+        f"version {entry.candidate} of {ledger.name} waits: {Standing.of(entry, ledger)}"
+        for entry in ledger.waiting(recipe)
+    ]
+
+
 def amount(log: float) -> float:
     """Return the evidence of this logarithm, as far as a float can hold it."""
     return math.exp(min(log, _LARGEST_EXPONENT))
