@@ -106,28 +106,28 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.Table
 
 def length_histogram(histogram: LengthHistogram) -> dg.MarkdownMetadataValue:
     """Draw the token counts of chosen and rejected sequences."""
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     for side, counts, colour in (("chosen", histogram.chosen, "#2a9d8f"), ("rejected", histogram.rejected, "#e76f51")):
         axes.stairs(counts, histogram.edges, label=side, color=colour, fill=True, alpha=0.5)
     axes.set(xlabel="tokens of prompt and response", ylabel="pairs")
     axes.legend()
-    return _picture(figure, "sequence lengths")
+    return picture(figure, "sequence lengths")
 
 
 def margin_histogram(margins: Sequence[float]) -> dg.MarkdownMetadataValue:
     """Draw the reward margins of held-out pairs. A pair to the right of zero is ranked as in the data."""
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     axes.hist(margins, bins=40, color="#2a9d8f")
     axes.axvline(0, color="#264653", linewidth=1)
     axes.set(xlabel="margin between the rewards of chosen and rejected, in nats", ylabel="held-out pairs")
-    return _picture(figure, "margins of held-out pairs")
+    return picture(figure, "margins of held-out pairs")
 
 
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
     """Draw chosen rewards, rejected rewards and margins by training step, with the loss beside them."""
-    figure = _figure()
+    figure = new_figure()
     rewards, loss = figure.subplots(1, 2)
     colours = {"rewards/chosen": "#2a9d8f", "rewards/rejected": "#e76f51", "rewards/margins": "#264653"}
     for name, colour in colours.items():
@@ -136,16 +136,16 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
     rewards.legend()
     loss.plot(series["steps"], series["loss"], color="#6d597a")
     loss.set(xlabel="step", title="loss")
-    return _picture(figure, "rewards by step")
+    return picture(figure, "rewards by step")
 
 
-def _figure() -> "Figure":
+def new_figure() -> "Figure":
     """Return an empty figure. Import matplotlib only here: it takes a third of a second, and most commands draw nothing."""
     figure: Figure = import_without_gc("matplotlib.figure").Figure(figsize=_SIZE_INCHES, layout="constrained")
     return figure
 
 
-def _picture(figure: "Figure", alternative: str) -> dg.MarkdownMetadataValue:
+def picture(figure: "Figure", alternative: str) -> dg.MarkdownMetadataValue:
     """Return a figure as a PNG within Markdown, the form in which Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)

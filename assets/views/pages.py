@@ -26,11 +26,16 @@ PAGES_PATH = f"/{PAGES_FOLDER}"  # on Dagster's web server
 CARD, LINK = ".svg", ".link"
 
 _CHARTS, _REPORT, _PAIRS, _VERSION = "charts", "report.html", "reference_logprobs.html", "version"
+_HISTORY = "history.html"
 _LINKS: dict[str, dict[str, str]] = {
     AssetName.REFERENCE_LOGPROBS: {"pairs with the log-probs of their tokens": _PAIRS},
     "policy": {"charts of the latest training in MLflow": _CHARTS + LINK},
     "evaluation": {"report": _REPORT, "charts in MLflow": _CHARTS + LINK},
-    AssetName.RELEASED_MODEL: {"version in MLflow": _VERSION + LINK, "report": _REPORT},
+    AssetName.RELEASED_MODEL: {
+        "version in MLflow": _VERSION + LINK,
+        "report": _REPORT,
+        "history of promotions": _HISTORY,
+    },
 }
 
 
@@ -64,6 +69,11 @@ def publish_pairs(home: Path, pipeline: Pipeline, page: str) -> dict[str, dg.Met
 def publish_report(home: Path, pipeline: Pipeline, page: str) -> dict[str, dg.MetadataValue[Any]]:
     """Write the evaluation's report. Return its metadata."""
     return _publish(home, pipeline, _REPORT, page)
+
+
+def publish_history(home: Path, pipeline: Pipeline, page: str) -> Path:
+    """Write the history of the registered model. Return the file."""
+    return _write(home, pipeline, _HISTORY, page)
 
 
 def publish_charts(home: Path, pipeline: Pipeline, link: str) -> None:

@@ -171,7 +171,7 @@ class Registry:
         """Make the champion's predecessor champion again, and mark the champion as rolled back. Return both, in this order."""
         champion = self.champion(name)
         if champion is None:
-            self._check_registered(name)
+            self.check_registered(name)
             raise RegistryError(
                 f"{name} has no champion in {shown(self.uri)}; there is nothing to roll back", "no-champion"
             )
@@ -224,7 +224,7 @@ class Registry:
                 f"{address} is not an address of a model; expected models:/name@champion or models:/name/3",
                 "wrong-model-address",
             )
-        aliases = self._check_registered(match["name"], match["alias"])
+        aliases = self.check_registered(match["name"], match["alias"])
         with self.connection.reading(f"find {address}") as records:
             return records.version(match["name"], match["number"] or aliases[match["alias"]])
 
@@ -265,7 +265,7 @@ class Registry:
             return self.downloads / name
         return self._downloads.get(name, lambda into: self.fetch(version, MODEL_FOLDER, into))
 
-    def _check_registered(self, name: str, alias: str | None = None) -> dict[str, str]:
+    def check_registered(self, name: str, alias: str | None = None) -> dict[str, str]:
         """Return the aliases of the model `name`, with their versions.
 
         Raise UnknownModel if it is missing, RegistryError if it lacks `alias`. Both list the known names.

@@ -246,6 +246,10 @@ class Tracker:
         what = "log the evaluation; a later run does"
         return bool(self._connection.try_reading(what, is_logged) or self._connection.try_request(what, work))
 
+    def log_page(self, run_id: str, page: Path, folder: str) -> None:
+        """Add a page to the artifacts of a run, in `folder`; it replaces an earlier one. An outage costs only a warning."""
+        self._connection.try_request(f"log {page.name}", lambda client: client.log_artifact(run_id, str(page), folder))
+
     def _finite(self, points: "list[Metric]") -> "list[Metric]":
         if skipped := sorted(point.key for point in points if not is_finite(point)):
             self._connection.warn(f"not logged to MLflow, as not finite: {', '.join(skipped)}")

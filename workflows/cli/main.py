@@ -11,6 +11,9 @@ COMMANDS = {
     "chat": LazyCommand("workflows.cli.serve", "Talk to a released model: a line is a question."),
     "compare": LazyCommand("workflows.cli.inspection", "Compare the latest evaluations side by side."),
     "gc": LazyCommand("workflows.cli.maintenance", "Find unreferenced files, and delete them with --delete."),
+    "history": LazyCommand(
+        "workflows.cli.history", "Show all candidates of a model, with the evidence and the decision of the gate."
+    ),
     "init": LazyCommand("workflows.cli.init", "Write a recipe: FOLDER/defs.yaml."),
     "inspect": LazyCommand(
         "workflows.cli.inspection", "Show one pair: its messages, tokens, trained tokens and log-probs."

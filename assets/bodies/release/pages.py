@@ -6,14 +6,18 @@ import dagster as dg
 
 from assets.bodies.policy_difference import difference
 from assets.bodies.release.candidate import Candidate
-from assets.views.pages import publish_report, publish_version
+from assets.views.evidence_chart import evidence_picture
+from assets.views.history_page import render_history
+from assets.views.pages import publish_history, publish_report, publish_version
 from assets.views.report_page import ReleaseSummary, add_release
 from assets.views.sentences import of_evaluation
+from model_registry.gate.history import model_history
 from model_registry.gate.scores import Decision
 from model_registry.model_version import Version
 from training.contract.errors import StoreError
 from training.contract.protocol.artifacts import EVALUATION, AssetName
 
+_GATE_FOLDER = "gate"  # among the artifacts of a run
 _SECONDS = len("2026-11-28T15:00")
 
 
@@ -34,7 +38,8 @@ def describe_version(candidate: Candidate, decision: Decision, run_id: str | Non
     if run_id is None:
         return text
     report = tracker.run_link(run_id, "artifacts/evaluation/report.html")
-    return f"{text}\n\n[report]({report}) · [charts]({tracker.run_link(run_id)})"
+    history = tracker.run_link(run_id, f"artifacts/{_GATE_FOLDER}/{candidate.context.pipeline.name}-history.html")
+    return f"{text}\n\n[report]({report}) · [charts]({tracker.run_link(run_id)}) · [history of promotions]({history})"
 
 
 def describe_promoted(candidate: Candidate, version: Version, reasons: str) -> None:
@@ -42,6 +47,16 @@ def describe_promoted(candidate: Candidate, version: Version, reasons: str) -> N
     page = candidate.registry.description(version)
     _, _, rest = page.partition("\n\n")
     candidate.registry.describe(version, f"Champion: {reasons}\n\n{rest}" if rest else f"Champion: {reasons}")
+
+
+def publish_model_history(candidate: Candidate) -> dict[str, Any]:
+    """Publish the history of the registered model, here and in the policy's MLflow run. Return its metadata and a picture."""
+    context = candidate.context
+    history = model_history(candidate.registry, candidate.name)
+    file = publish_history(context.services.home, context.pipeline, render_history(history))
+    if (run_id := find_run(candidate)) is not None:
+        context.services.tracker.log_page(run_id, file, _GATE_FOLDER)
+    return evidence_picture(history.comparisons)
 
 
 def publish_release(

@@ -24,7 +24,7 @@ from assets.bodies.evaluation import delivered_evaluation
 from assets.bodies.release.candidate import Candidate
 from assets.bodies.release.decision import decide_release
 from assets.bodies.release.hypotheses import Hypotheses
-from assets.bodies.release.pages import describe_version, find_run, publish_release
+from assets.bodies.release.pages import describe_version, find_run, publish_model_history, publish_release
 from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
 from assets.execution.job_log import log_message, log_phase
@@ -243,10 +243,12 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
         restore_files(candidate.context.services, champion)
     reasons = "; ".join([*_reasons(candidate.registry, version, is_champion), *released.news])
     link = candidate.registry.link(version)
+    evidence = publish_model_history(candidate) if released.outcome == "computed" else {}
     report = publish_release(candidate, version, is_champion, reasons)
     metadata: dict[str, Any] = {
         "result": dg.MetadataValue.text(of_release(version.name, version.number, is_champion, reasons)),
         **report,
+        **evidence,
         "mlflow": dg.MetadataValue.url(link),
         "model": f"models:/{version.name}/{version.number}",
         "champion": "yes" if is_champion else "no",
