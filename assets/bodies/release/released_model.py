@@ -126,6 +126,7 @@ def _release(candidate: Candidate) -> _Released:
             with promotion_lock(candidate.store, version.name):
                 _, hypotheses = _settle(candidate)
             news = hypotheses.news if hypotheses else []
+            version = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.derivation.key}) or version
             return _Released(version, "computed" if is_restored or news else "reused", news=news)
         version = _register(candidate)
         with promotion_lock(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
