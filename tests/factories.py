@@ -34,6 +34,7 @@ _SETTINGS: dict[JobKind, dict[str, Any]] = {
     "tokenizer": {**_IDENTITY, "train_on": "last_response", "max_length": 1024, "over_length": "drop"},
     "release_files": {**_IDENTITY, "base_generation": {}, "eos_token_ids": [], "processors": {}, "base_config": {}},
     "reference": {"dtype": "float32", "scoring": SCORING_VERSION},
+    "prequential": {"champion": "c" * 64, "policies": [], "dtype": "float32", "scoring": SCORING_VERSION},
     "evaluation": {"samples": 2, "max_new_tokens": 4, "loss": {}},
     "proof": {"rows": 1},
 }
@@ -68,6 +69,7 @@ ARTIFACT_KINDS: dict[JobKind, str] = {
     "pairs": "tokenized_pairs",
     "sft": "reference_model",
     "reference": "reference_logprobs",
+    "prequential": "prequential_evaluation",
     "policy": "policy",
     "evaluation": "evaluation",
     "merge": "merged_policy",

@@ -1,7 +1,7 @@
 """Body of `prequential_evaluation`: policies score the pairs that arrived since their training, before they are trained on.
 
-Pairs arrive once. While the rows stay the same, the asset keeps its artifact, whoever is champion by then: later hypotheses
-count later pairs only.
+Pairs arrive once. The first materialization for some rows decides which policies score them, whoever is champion later: later
+hypotheses count later pairs only. So the key of the asset has the rows, and a record leads from it to the scores.
 """
 
 from dataclasses import dataclass, replace
@@ -29,20 +29,22 @@ from assets.views.metadata import optional_table
 from assets.views.sentences import of_arrival
 from model_registry.connection import retry_while_unavailable
 from training.contract.identity.fingerprint import fingerprint, short
-from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION, TOKENIZED_PAIRS, AssetName
+from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION, RAW_PREFERENCES, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.details import PrequentialDetails
-from training.contract.protocol.prequential import PolicyToScore, PrequentialRules, PrequentialSettings
+from training.contract.protocol.prequential import ArrivalSettings, PolicyToScore, PrequentialSettings
+from training.contract.store.artifact import JobResult
+from training.contract.store.manifest import Derivation
 
 _COLUMNS = ("policy", "version", "pairs", "prompts", "accuracy", "loss", "cache_hits", "cache_misses")
 
 
 def prequential_evaluation(context: AssetContext) -> dg.MaterializeResult:
     services, log = context.services, context.dagster.log
-    scored = _latest_of_rows(context)
-    versions: dict[str, int] = {}
+    arrival = derive(context.asset, context.inputs(), context.settings(ArrivalSettings))
+    scored, versions = _find(context, arrival), dict[str, int]()
     if scored is None:
         report = partial(log_message, services, log, AssetName.PREQUENTIAL_EVALUATION)
-        scored, versions = retry_while_unavailable(lambda: _score(context), report)
+        scored, versions = retry_while_unavailable(lambda: _score(context, arrival), report)
     details = scored.artifact.details
     for text in details.notes:
         log_message(services, log, context.asset, text)
@@ -75,35 +77,38 @@ def _champions_figures(details: PrequentialDetails) -> dict[str, float]:
     }
 
 
-def _latest_of_rows(context: AssetContext) -> MaterializedArtifact[PrequentialDetails] | None:
-    """Return the latest artifact if it was made from the current rows, else None."""
-    latest = context.history.latest(AssetName.PREQUENTIAL_EVALUATION)
-    made_from = context.history.made_from(AssetName.PREQUENTIAL_EVALUATION)
-    rows = context.history.fingerprint(AssetName.RAW_PREFERENCES)
-    if latest.key is None or made_from is None or made_from.inputs[AssetName.RAW_PREFERENCES].fingerprint != rows:
-        return None
-    found = find_intact(context.services, PREQUENTIAL_EVALUATION, made_from, context.dagster.log)
-    return None if found is None else MaterializedArtifact(found, reused=True, changes=[])
+def _find(context: AssetContext, arrival: Derivation) -> MaterializedArtifact[PrequentialDetails] | None:
+    """Return the scores of these rows, if they were scored before."""
+    with context.services.store.lock(context.asset, arrival.key):
+        found = find_intact(context.services, PREQUENTIAL_EVALUATION, arrival, context.dagster.log)
+    return None if found is None else _with_changes(context, MaterializedArtifact(found, reused=True))
 
 
-def _score(context: AssetContext) -> tuple[MaterializedArtifact[PrequentialDetails], dict[str, int]]:
-    """Score what is fresh. Return the artifact, and the version numbers by policy."""
+def _score(
+    context: AssetContext, arrival: Derivation
+) -> tuple[MaterializedArtifact[PrequentialDetails], dict[str, int]]:
+    """Score what is fresh. Return the artifact of `arrival`, and the version numbers by policy."""
     services, log = context.services, context.dagster.log
     contestants = find_contestants(context.pipeline, services, context.history.fingerprint(AssetName.BASE_MODEL))
-    rules, inputs = context.settings(PrequentialRules), context.inputs()
-    rows = inputs[AssetName.RAW_PREFERENCES]
+    rows = context.history.fingerprint(AssetName.RAW_PREFERENCES)
     tested = [found for found in contestants.all if fresh_rows(services.store, found, rows)]
     if contestants.champion not in tested:
-        derivation = derive(context.asset, inputs, PrequentialSettings(**dict(rules)))
-        nothing = _NothingArrived(derivation, fingerprint(context.asset, derivation.key), {}, contestants.skipped)
+        nothing = _NothingArrived(arrival, fingerprint(context.asset, []), {}, contestants.skipped)
         return _with_changes(context, publish_resolved(services, PREQUENTIAL_EVALUATION, nothing, log)), {}
     for text in contestants.skipped:
         log_message(services, log, context.asset, text)
+    inputs = {
+        name: context.history.fingerprint(name) for name in (AssetName.RAW_PREFERENCES, AssetName.TOKENIZED_PAIRS)
+    }
     policies = tuple(_to_score(context, contestant, inputs) for contestant in tested)
-    settings = PrequentialSettings(**dict(rules), champion=tested[0].policy, policies=policies)
+    settings = PrequentialSettings.of(context.pipeline.recipe, tested[0].policy, policies)
     work = JobSpec("prequential", settings)
     made = make(context.pipeline, observe_queue(context), PREQUENTIAL_EVALUATION, work, inputs, log)
-    return _with_changes(context, made), {found.policy: found.version.number for found in tested}
+    with services.store.lock(context.asset, arrival.key), services.store.staging() as staging:
+        known = JobResult(made.artifact.fingerprint, made.artifact.details, is_known=True)
+        artifact = services.store.publish(staging, arrival, known).of_kind(PREQUENTIAL_EVALUATION)
+    versions = {found.policy: found.version.number for found in tested}
+    return _with_changes(context, replace(made, artifact=artifact)), versions
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,9 @@ def _rows_of_policy(scores: Artifact, policy: str) -> dict[str, Row]:
 def count_seen(store: Store, scores: Artifact) -> Counter[str]:
     """Return, by policy, how many of the scored pairs have prompts in the rows that the policy has seen."""
     seen: Counter[str] = Counter()
-    for policy in RecordedPolicies.model_validate(scores.derivation.settings).policies:
-        inputs = scores.derivation.inputs
+    made_from = scores.manifest.made_from
+    for policy in RecordedPolicies.model_validate(made_from.settings).policies:
+        inputs = made_from.inputs
         folders = [store.folder(AssetName.RAW_PREFERENCES, inputs[name].fingerprint) for name in policy.seen_rows]
         known = {digest.hex() for folder in folders for digest in prompt_digests(folder)}
         weights = inputs[policy.policy].fingerprint

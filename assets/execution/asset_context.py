@@ -8,7 +8,7 @@ import dagster as dg
 
 from assets.lineage.consistency import check_one_lineage
 from assets.lineage.history import History, input_version_tag
-from assets.pipeline.graph import GRAPH, with_upstream
+from assets.pipeline.graph import GRAPH, read_settings, with_upstream
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.protocol.job import SettingsT
 from training.contract.protocol.spec_files import SPEC_FILE
@@ -32,7 +32,7 @@ class AssetContext:
         """Return the settings of its derivation: the content of its spec, or else the fields of the recipe it reads."""
         node = GRAPH[self.asset]
         if node.spec is None:
-            settings = node.reads(self.pipeline.recipe)
+            settings = read_settings(self.asset, self.pipeline.recipe, self.pipeline.name)
             assert isinstance(settings, model)
             return settings
         return model.model_validate(self.history.artifact(ArtifactKind(node.spec, Details)).json(SPEC_FILE))

@@ -8,7 +8,7 @@ from assets.execution.asset_context import AssetContext
 from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
 from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
-from assets.pipeline.graph import GRAPH
+from assets.pipeline.graph import GRAPH, read_settings
 from training.contract.config.key_settings import key_settings
 from training.contract.errors import CorruptRecord, PedigreeError
 from training.contract.identity.fingerprint import short
@@ -38,7 +38,7 @@ def _causes(context: AssetContext) -> Iterator[Cause]:
     history, asset, recipe = context.history, context.asset, context.pipeline.recipe
     finder, node = CauseFinder(context.services.store, _UpstreamDerivations(context), _fingerprint_change), GRAPH[asset]
     latest: dict[str, str | None] = {name: history.latest(name).fingerprint for name in node.inputs(recipe)}
-    now = CurrentDerivation(node.version, key_settings(node.reads(recipe)), latest)
+    now = CurrentDerivation(node.version, key_settings(read_settings(asset, recipe, context.pipeline.name)), latest)
     try:
         before, problem = history.made_from(asset), NO_RECORD
     except CorruptRecord:

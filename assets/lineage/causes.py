@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from assets.inputs.current import ResolvedInput
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
-from assets.pipeline.graph import recipes_part
 from training.contract.config.json_object import JsonObject
 from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
@@ -46,15 +45,14 @@ class CauseFinder:
 
     def inherited(self, asset: str, before: Derivation, now: CurrentDerivation) -> Iterator[Cause]:
         """Yield why the inputs of `asset` differ from the inputs in `before`, its earlier derivation."""
-        inputs = recipes_part(before).inputs
         for name, version in now.inputs.items():
-            old = inputs.get(name)
+            old = before.inputs.get(name)
             if old is None:
                 yield asset, f"{name} is an input now"
             elif old.fingerprint != version:
                 causes = self.known(name) or self.since(name, old.fingerprint, version)
                 yield from causes or [(asset, self.unexplained(name, old.fingerprint, version))]
-        for name in sorted(inputs.keys() - now.inputs.keys()):
+        for name in sorted(before.inputs.keys() - now.inputs.keys()):
             yield asset, f"{name} is no input any more"
 
     def since(self, name: str, old: str, version: str | None) -> list[Cause]:

@@ -25,7 +25,7 @@ from assets.inputs.current import (
 from assets.lineage.release_diff import release_changes
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
-from assets.pipeline.graph import GRAPH, recipes_part
+from assets.pipeline.graph import GRAPH
 from training.contract.config.json_object import JsonObject
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
@@ -69,7 +69,7 @@ def own_changes(before: Derivation, version: str, settings: JsonObject) -> list[
 
     Settings from a spec are left out: they are causes of the spec.
     """
-    fields = setting_changes(recipes_part(before).settings, settings) if GRAPH[before.kind].spec is None else ()
+    fields = setting_changes(before.settings, settings) if GRAPH[before.kind].spec is None else ()
     return [*_code_version_changes(before, version), *fields]
 
 

@@ -11,7 +11,7 @@ from training.contract.config.key_settings import Settings, key_settings
 from training.contract.config.recipe import Recipe
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.artifacts import AssetName
-from training.contract.protocol.prequential import POLICIES, PrequentialRules
+from training.contract.protocol.prequential import ArrivalSettings
 from training.contract.protocol.settings import (
     EvaluationRules,
     NoSettings,
@@ -142,9 +142,9 @@ _NODES: dict[AssetName, Node] = {
         "evaluation",
         ("pytorch", "parquet"),
         "Test, then train: the champion and the waiting candidates score the pairs that arrived since their training.",
-        needs=(AssetName.RAW_PREFERENCES, AssetName.TOKENIZED_PAIRS),
-        after=(AssetName.REFERENCE_LOGPROBS,),
-        reads=PrequentialRules.of,
+        needs=(AssetName.RAW_PREFERENCES,),
+        after=(AssetName.TOKENIZED_PAIRS, AssetName.REFERENCE_LOGPROBS),
+        reads=ArrivalSettings.of,
         pool=GPU_POOL,
     ),
     AssetName.POLICY: Node(
@@ -211,6 +211,12 @@ def derive(asset: str, inputs: Fingerprints, *settings: Settings) -> Derivation:
     return Derivation(kind=str(asset), code_version=version, inputs=sources, settings=fields)
 
 
+def read_settings(asset: str, recipe: Recipe, name: str) -> Settings:
+    """Return the fields that `asset` reads in the recipe `name`."""
+    settings = GRAPH[asset].reads(recipe)
+    return settings.model_copy(update={"recipe": name}) if isinstance(settings, ArrivalSettings) else settings
+
+
 def input_name(kind: str, fingerprint: str) -> str:
     """Return a name for one of several inputs of the same kind."""
     return f"{kind}:{short(fingerprint)}"
@@ -219,13 +225,3 @@ def input_name(kind: str, fingerprint: str) -> str:
 def kind_of(name: str) -> str:
     """Return the kind of the input `name`."""
     return str(name).partition(":")[0]
-
-
-def recipes_part(derivation: Derivation) -> Derivation:
-    """Return the inputs and settings that follow from the recipe, without the policies that scored arriving pairs."""
-    return derivation.model_copy(
-        update={
-            "inputs": {name: source for name, source in derivation.inputs.items() if kind_of(name) == name},
-            "settings": {name: value for name, value in derivation.settings.items() if name not in POLICIES},
-        }
-    )

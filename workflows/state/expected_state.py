@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from assets.execution.materialize import is_irreplaceable
 from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
 from assets.lineage.diff import CORRUPT_RECORD
-from assets.pipeline.graph import GRAPH, derive
+from assets.pipeline.graph import GRAPH, derive, read_settings
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.protocol.artifacts import AssetName
@@ -63,8 +63,6 @@ def _root(asset: str, pipeline: Pipeline, services: Services) -> ExpectedArtifac
 def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: bool) -> Derivation | None:
     """Return the derivation of an asset in a run; None if an input is not made yet."""
     node = GRAPH[asset]
-    if asset == AssetName.PREQUENTIAL_EVALUATION:
-        return None  # it depends on the versions that wait at the time of the run; status.py compares its rows
     expected = {name: above[name] for name in node.inputs(pipeline.recipe)}
     inputs = {name: item.fingerprint or (item.presumed if presume else None) for name, item in expected.items()}
     known = {name: value for name, value in inputs.items() if value is not None}
@@ -72,7 +70,7 @@ def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: b
         return None
     spec = None if node.spec is None else above[node.spec].found
     if spec is None:
-        return derive(asset, known, node.reads(pipeline.recipe))
+        return derive(asset, known, read_settings(asset, pipeline.recipe, pipeline.name))
     return derive(asset, known).model_copy(update={"settings": spec.files[SPEC_FILE]})
 
 

@@ -18,7 +18,7 @@ from assets.inputs.current import ROOTS
 from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, cause_texts
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.lineage.history import History, Materialization
-from assets.pipeline.graph import GRAPH
+from assets.pipeline.graph import GRAPH, read_settings
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.gate.anytime import waiting_sentences
 from model_registry.gate.ledger import Ledger
@@ -106,28 +106,13 @@ class _StatusResolver:
         if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
-        if self._expected[asset].fingerprint == recorded.fingerprint or self._has_scored_rows(asset, recorded):
+        if self._expected[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
             if asset == AssetName.RELEASED_MODEL:
                 return self._released_status(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
         self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
         return AssetStatus(asset, "stale", tuple(cause_texts(asset, self._causes[asset])), recorded.fingerprint)
-
-    def _has_scored_rows(self, asset: str, recorded: Materialization) -> bool:
-        """Return whether the asset is the scores of arriving pairs, and was made from the rows of a run now.
-
-        Pairs arrive once, so a run keeps these scores, whichever versions wait by then.
-        """
-        if asset != AssetName.PREQUENTIAL_EVALUATION or recorded.fingerprint is None:
-            return False
-        try:
-            made_from = self._history.made_from(asset)
-        except CorruptRecord:
-            return False
-        rows = None if made_from is None else made_from.inputs.get(AssetName.RAW_PREFERENCES)
-        is_there = self._services.store.folder(asset, recorded.fingerprint).is_dir()
-        return is_there and rows is not None and rows.fingerprint == self._expected[rows.kind].fingerprint
 
     def _released_status(self, key: str) -> AssetStatus:
         """Return the state of an unchanged release: fresh if the registry has it, or does not answer within seconds."""
@@ -180,7 +165,12 @@ class _StatusResolver:
         """Return the derivation in a run now."""
         node, recipe = GRAPH[asset], self._pipeline.recipe
         inputs: dict[str, str | None] = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
-        return CurrentDerivation(node.version, key_settings(node.reads(recipe)), inputs, self._expected[asset].found)
+        return CurrentDerivation(
+            node.version,
+            key_settings(read_settings(asset, recipe, self._pipeline.name)),
+            inputs,
+            self._expected[asset].found,
+        )
 
 
 def _made_from(name: str, old: str, new: str | None) -> str:

@@ -127,7 +127,7 @@ def _release(candidate: Candidate) -> _Released:
                 _, hypotheses = _settle(candidate)
             news = hypotheses.news if hypotheses else []
             version = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.derivation.key}) or version
-            return _Released(version, "computed" if is_restored or news else "reused", news=news)
+            return _Released(version, "computed" if is_restored else "reused", news=news)
         version = _register(candidate)
         with promotion_lock(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
             registry.nominate(version)
@@ -244,7 +244,7 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
         restore_files(candidate.context.services, champion)
     reasons = "; ".join([*_reasons(candidate.registry, version, is_champion), *released.news])
     link = candidate.registry.link(version)
-    evidence = publish_model_history(candidate) if released.outcome == "computed" else {}
+    evidence = publish_model_history(candidate) if released.outcome == "computed" or released.news else {}
     report = publish_release(candidate, version, is_champion, reasons)
     metadata: dict[str, Any] = {
         "result": dg.MetadataValue.text(of_release(version.name, version.number, is_champion, reasons)),

@@ -9,6 +9,7 @@ a letter for every asset, in the order of the graph. The letter gives the status
     c  stale, computed, and the same artifact as before
     r  stale, because an asset above had to be computed; reused, because that one came out the same
     m  missing, because no recipe of this name was ever run; reused
+    M  missing as well; computed, because it belongs to the recipe, and the same
     n  fresh, and only recorded again: a source or a spec is read to know it, and it was the same
     u  stale, and reused though another artifact than before: another recipe has made it
 
@@ -85,7 +86,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory, prepared_homes: PreparedH
 
 @dataclass(frozen=True)
 class Row:
-    """An edit, the letters of the thirteen assets, and the sequences scored; `recipe` is the edited recipe."""
+    """An edit, the letters of the fourteen assets, and the sequences scored; `recipe` is the edited recipe."""
 
     edit: Edit
     letters: str
@@ -115,6 +116,7 @@ def _letter(asset: str, state: str, outcome: str, same: bool) -> str:
         ("stale", "computed", True): "c",
         ("stale", "reused", True): "r",
         ("missing", "reused", True): "m",
+        ("missing", "computed", True): "M",
         ("fresh", "computed", True): "n" if asset in LOOKED_AT else "",
         ("stale", "reused", False): "u",
     }
@@ -137,46 +139,47 @@ MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).mod
 ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
 BY_LOT = {"temperature": 3.0, "top_p": 0.99, "top_k": 100, "repetition_penalty": 1.5}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
-NOTHING = ".. .... .. .. ..."
-NEW_DATA, SAME_PAIRS = "C. .... CC .C CCC", "C. .... cr .r rrr"
-NEW_TRAINING, NEW_LOSS = ".. .C.. .. .. CCC", ".. .CC. .. .. CCC"
+NOTHING = ".. .... .. .. . ..."
+NEW_DATA, SAME_PAIRS = "C. .... CC .C c CCC", "C. .... cr .r r rrr"
+NEW_TRAINING, NEW_LOSS = ".. .C.. .. .. . CCC", ".. .CC. .. .. . CCC"
 FLOOR_OF_A_SOURCE = {"data.sources.0.name": "every", "release.gate.min_accuracy_of": {"every": 0.1}}
-NEW_EVALUATION, NEW_RELEASE = ".. ..C. .. .. .CC", ".. .... .. .. ..C"
-NEW_REFERENCE, OTHER_BASE = ".. .... .. CC CCC", ".C .... .. CC CCC"
-SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c..c .r .r rrr", ".. C..C .c .r rrC", ".. C..C .C .C CCC"
-OTHER_RULES, SHIPPED = ".. C... .c .r rrC", ".. ...C .. .. ..C"
+NEW_EVALUATION, NEW_RELEASE = ".. ..C. .. .. . .CC", ".. .... .. .. . ..C"
+NEW_REFERENCE, OTHER_BASE = ".. .... .. CC . CCC", ".C .... .. CC . CCC"
+SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c..c .r .r . rrr", ".. C..C .c .r . rrC", ".. C..C .C .C . CCC"
+OTHER_RULES, SHIPPED = ".. C... .c .r . rrC", ".. ...C .. .. . ..C"
 
 #                    sources: preference_source, base_model
 #                       specs: tokenization_spec, training_spec, evaluation_spec, release_spec
 #                           data: raw_preferences, tokenized_pairs
 #                              reference: reference_model, reference_logprobs
-#                                 policy, evaluation, released_model
+#                                 prequential_evaluation
+#                                   policy, evaluation, released_model
 TABLE: dict[str, Row] = {
     # Preference data
-    "a row is appended": Row(data_lines(lambda rows: [*rows, CAPITAL]), NEW_DATA, 2),
+    "a row is appended": Row(data_lines(lambda rows: [*rows, CAPITAL]), "C. .... CC .C C CCC", 2),
     "a row is removed": Row(data_lines(lambda rows: rows[:-1]), NEW_DATA, 0),
     "rows in another order": Row(data_lines(lambda rows: rows[::-1]), NEW_DATA, 0),
     "a row twice": Row(data_lines(lambda rows: [*rows, rows[TRAINED]]), NEW_DATA, 0),
     "one answer reworded": Row(data_lines(edits.reword(TRAINED)), NEW_DATA, 1),
-    "a held-out answer reworded": Row(data_lines(edits.reword(HELD_OUT)), "C. .... CC .C cCC", 1),
+    "a held-out answer reworded": Row(data_lines(edits.reword(HELD_OUT)), "C. .... CC .C c cCC", 1),
     "a chosen answer is rejected": Row(data_lines(edits.swap_sides(TRAINED)), NEW_DATA, 0),
-    "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. .... Cc .r rrr", 0),
-    "file renamed": Row(edits.rename_data, "n. .... .. .. ..."),
+    "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. .... Cc .r c rrr", 0),
+    "file renamed": Row(edits.rename_data, "n. .... .. .. . ..."),
     "file read in another way": Row(edits.rename_extension, SAME_PAIRS, 0),
     "file moved, found by a glob": Row(edits.move_data, NOTHING),
     "file touched": Row(edits.touch_data, NOTHING),
     "rewritten file": Row(edits.rewrite_data, SAME_PAIRS, 0),
     "the same rows as Parquet": Row(edits.data_as_parquet, SAME_PAIRS, 0),
-    "file split in two": Row(edits.split_data, "C. .... Cc .r rrr", 0),
+    "file split in two": Row(edits.split_data, "C. .... Cc .r c rrr", 0),
     "a file held out": Row(edits.hold_out_a_file, NEW_DATA, 0),
-    "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. .... CC .C CCC", 0),
-    "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. .... cr .r rrr", 0),
-    "a source is named": Row(field("data.sources.0.name", "all"), ".. .... Cc .r rCC", 0),
-    "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. .... cr .r rrr", 0),
-    "roles": Row(field("data.sources.0.roles", {"bot": "assistant"}), ".. .... cr .r rrr", 0),
-    "format named": Row(field("data.sources.0.format", "conversational"), ".. .... cr .r rrr", 0),
-    "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. .... CC .c CCC", 0),
-    "duplicates, of which there are none": Row(field("data.duplicates", "drop"), ".. .... cr .r rrr", 0),
+    "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. .... CC .C c CCC", 0),
+    "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. .... cr .r r rrr", 0),
+    "a source is named": Row(field("data.sources.0.name", "all"), ".. .... Cc .r c rCC", 0),
+    "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. .... cr .r r rrr", 0),
+    "roles": Row(field("data.sources.0.roles", {"bot": "assistant"}), ".. .... cr .r r rrr", 0),
+    "format named": Row(field("data.sources.0.format", "conversational"), ".. .... cr .r r rrr", 0),
+    "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. .... CC .c c CCC", 0),
+    "duplicates, of which there are none": Row(field("data.duplicates", "drop"), ".. .... cr .r r rrr", 0),
     "rows that were there, where duplicates are dropped": Row(
         edits.both(field("data.duplicates", "drop"), data_lines(lambda rows: [*rows, *rows[:3]])), SAME_PAIRS, 0
     ),
@@ -185,10 +188,10 @@ TABLE: dict[str, Row] = {
     "tokenizer moved, away from config.json": Row(edits.move_tokenizer, SAME_SPEC, 0),
     "rewritten tokenizer.json": Row(edits.respell_tokenizer, SAME_SPEC, 0),
     "tokenizer saved again": Row(retokenizer(lambda tokenizer: None), SAME_SPEC, 0),
-    "padding token": Row(retokenizer(edits.pad_with_the_end), ".. c..C .r .r rrC", 0),
-    "model_max_length": Row(edits.shorten_model_max_length, ".. c..C .r .r rrC", 0),
+    "padding token": Row(retokenizer(edits.pad_with_the_end), ".. c..C .r .r . rrC", 0),
+    "model_max_length": Row(edits.shorten_model_max_length, ".. c..C .r .r . rrC", 0),
     "a token is added": Row(retokenizer(edits.add_token), SAME_TOKENS, 0),
-    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), ".. C..C .C .c ccC", 0),
+    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), ".. C..C .C .c . ccC", 0),
     # Chat template and rules
     "template: a comment": Row(template(lambda text: "{#- a comment #}" + text), SAME_TOKENS, 0),
     "template: the same, in a file": Row(edits.template_in_a_file, SAME_SPEC, 0),
@@ -198,7 +201,7 @@ TABLE: dict[str, Row] = {
     "template_kwargs": Row(field("tokenization.template_kwargs", {"unused": 1}), SAME_TOKENS, 0),
     "train_on": Row(field("tokenization.train_on", "assistant_turns"), OTHER_RULES, 0),
     "max_length that cuts nothing": Row(field("tokenization.max_length", 127), OTHER_RULES, 0),
-    "max_length that drops pairs": Row(field("tokenization.max_length", 40), ".. C... .C .C CCC", 0),
+    "max_length that drops pairs": Row(field("tokenization.max_length", 40), ".. C... .C .C . CCC", 0),
     "over_length": Row(field("tokenization.over_length", "truncate_prompt"), OTHER_RULES, 0),
     # Base and reference model
     "model moved": Row(edits.move_model, NOTHING),
@@ -210,15 +213,15 @@ TABLE: dict[str, Row] = {
     "weights in bfloat16": Row(edits.halve_precision, OTHER_BASE, ALL),
     "rms_norm_eps": Row(config("rms_norm_eps", 1e-3), OTHER_BASE, ALL),
     "rope theta": Row(config("rope_parameters", {"rope_theta": 500.0, "rope_type": "default"}), OTHER_BASE, ALL),
-    "where it stops, in generation_config.json": Row(edits.edit_generation, ".. ..CC .. .. .CC", 0),
+    "where it stops, in generation_config.json": Row(edits.edit_generation, ".. ..CC .. .. . .CC", 0),
     "how it samples, in generation_config.json": Row(edits.edit_sampling, NOTHING),
     "how it pads, in generation_config.json": Row(edits.edit_padding, SHIPPED, 0),
     "a processor file": Row(edits.add_processor, SHIPPED, 0),
     "revision of a folder": Row(field("reference.revision", "main"), NOTHING),
-    "dtype": Row(field("reference.dtype", "bfloat16"), ".. .... .. .C CCC", ALL),
+    "dtype": Row(field("reference.dtype", "bfloat16"), ".. .... .. .C . CCC", ALL),
     "supervised tuning": Row(field("reference.sft", {"epochs": 1, "batch_size": 4}), NEW_REFERENCE, ALL),
     # Supervised tuning
-    "tuned: no tuning any more": Row(field("reference.sft", None), ".. .... .. uu uuC", 0, "tuned"),
+    "tuned: no tuning any more": Row(field("reference.sft", None), ".. .... .. uu . uuC", 0, "tuned"),
     "tuned: precision": Row(field("reference.sft.precision", "bfloat16"), NEW_REFERENCE, ALL, "tuned"),
     "tuned: epochs": Row(field("reference.sft.epochs", 3), NEW_REFERENCE, ALL, "tuned"),
     "tuned: batch_size": Row(field("reference.sft.batch_size", 6), NEW_REFERENCE, ALL, "tuned"),
@@ -232,9 +235,9 @@ TABLE: dict[str, Row] = {
     "tuned: warmup_ratio": Row(field("reference.sft.schedule.warmup_ratio", 0.9), NEW_REFERENCE, ALL, "tuned"),
     "tuned: max_grad_norm": Row(field("reference.sft.max_grad_norm", 1e-6), NEW_REFERENCE, ALL, "tuned"),
     "tuned: seed": Row(field("reference.sft.seed", 1), NEW_REFERENCE, ALL, "tuned"),
-    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. .... CC CC CCC", ALL + 2, "tuned"),
-    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. .... Cc rr rrr", 0, "tuned"),
-    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C..C .c rr rrC", 0, "tuned"),
+    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. .... CC CC C CCC", ALL + 2, "tuned"),
+    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. .... Cc rr c rrr", 0, "tuned"),
+    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C..C .c rr . rrC", 0, "tuned"),
     "tuned: beta": Row(field("training.loss.beta", 0.3), NEW_LOSS, 0, "tuned"),
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),
@@ -254,19 +257,19 @@ TABLE: dict[str, Row] = {
     "warmup_ratio": Row(field("training.schedule.warmup_ratio", 0.9), NEW_TRAINING, 0),
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
-    "dropout, of which the model has none": Row(field("training.disable_dropout", False), ".. .C.. .. .. crr", 0),
+    "dropout, of which the model has none": Row(field("training.disable_dropout", False), ".. .C.. .. .. . crr", 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
     "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
-    "model_name": Row(field("release.model_name", "another"), NEW_RELEASE, 0),
+    "model_name": Row(field("release.model_name", "another"), ".. .... .. .. c ..C", 0),
     "eos_tokens, none of which an answer of two tokens has": Row(
-        field("release.eos_tokens", ["<|user|>"]), ".. ..CC .. .. .cC", 0
+        field("release.eos_tokens", ["<|user|>"]), ".. ..CC .. .. . .cC", 0
     ),
-    "answers drawn by lot": Row(fields("release.generation", BY_LOT), ".. ..CC .. .. .CC", 0),
+    "answers drawn by lot": Row(fields("release.generation", BY_LOT), ".. ..CC .. .. . .CC", 0),
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
-    "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. .... Cc .r rCC", 0),
+    "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. .... Cc .r c rCC", 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
     "less memory, compiled": Row(fields("compute", FASTER), NOTHING),
@@ -274,30 +277,30 @@ TABLE: dict[str, Row] = {
     "automation": Row(fields("automation", AUTOMATION), NOTHING),
     "rewritten recipe": Row(edits.rewrite_recipe, NOTHING),
     # Another version of an asset's algorithm
-    "code: preference_source": Row(code_version("preference_source"), "n. .... .. .. ...", 0),
-    "code: base_model": Row(code_version("base_model"), ".n .... .. .. ...", 0),
-    "code: tokenization_spec": Row(code_version("tokenization_spec"), ".. c... .r .r rrr", 0),
-    "code: training_spec": Row(code_version("training_spec"), ".. .n.. .. .. ...", 0),
-    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..n. .. .. ...", 0),
-    "code: release_spec": Row(code_version("release_spec"), ".. ...c .. .. ..r", 0),
-    "code: raw_preferences": Row(code_version("raw_preferences"), ".. .... cr .r rrr", 0),
-    "code: tokenized_pairs": Row(code_version("tokenized_pairs"), ".. .... .c .r rrr", 0),
-    "code: reference_model": Row(code_version("reference_model"), ".. .... .. cr rrr", 0, "tuned"),
-    "code: reference_logprobs": Row(code_version("reference_logprobs"), ".. .... .. .c rrr", 0),
-    "code: scoring": Row(edits.another_scoring, ".. .... .. .C ccr", ALL),
-    "code: policy": Row(code_version("policy"), ".. .... .. .. crr", 0),
-    "code: evaluation": Row(code_version("evaluation"), ".. .... .. .. .cr", 0),
-    "code: released_model": Row(code_version("released_model"), ".. .... .. .. ..C", 0),
+    "code: preference_source": Row(code_version("preference_source"), "n. .... .. .. . ...", 0),
+    "code: base_model": Row(code_version("base_model"), ".n .... .. .. . ...", 0),
+    "code: tokenization_spec": Row(code_version("tokenization_spec"), ".. c... .r .r . rrr", 0),
+    "code: training_spec": Row(code_version("training_spec"), ".. .n.. .. .. . ...", 0),
+    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..n. .. .. . ...", 0),
+    "code: release_spec": Row(code_version("release_spec"), ".. ...c .. .. . ..r", 0),
+    "code: raw_preferences": Row(code_version("raw_preferences"), ".. .... cr .r r rrr", 0),
+    "code: tokenized_pairs": Row(code_version("tokenized_pairs"), ".. .... .c .r . rrr", 0),
+    "code: reference_model": Row(code_version("reference_model"), ".. .... .. cr . rrr", 0, "tuned"),
+    "code: reference_logprobs": Row(code_version("reference_logprobs"), ".. .... .. .c . rrr", 0),
+    "code: scoring": Row(edits.another_scoring, ".. .... .. .C . ccr", ALL),
+    "code: policy": Row(code_version("policy"), ".. .... .. .. . crr", 0),
+    "code: evaluation": Row(code_version("evaluation"), ".. .... .. .. . .cr", 0),
+    "code: released_model": Row(code_version("released_model"), ".. .... .. .. . ..C", 0),
     # Other versions of libraries, which change no token and no log-prob
-    "another transformers": Row(edits.software("transformers"), ".. c... .c .c rrr", 0),
-    "another tokenizers": Row(edits.software("tokenizers"), ".. c... .c .r rrr", 0),
-    "another torch": Row(edits.software("torch"), ".. .... .. .c rrr", 0),
-    "another device": Row(edits.another_device, ".. .... .. .c rrr", 0),
+    "another transformers": Row(edits.software("transformers"), ".. c... .c .c . rrr", 0),
+    "another tokenizers": Row(edits.software("tokenizers"), ".. c... .c .r . rrr", 0),
+    "another torch": Row(edits.software("torch"), ".. .... .. .c . rrr", 0),
+    "another device": Row(edits.another_device, ".. .... .. .c . rrr", 0),
     # The place and process of the run
     "another folder": Row(edits.another_folder, NOTHING),
     "another home": Row(edits.another_home, NOTHING),
     "another user, clock and locale": Row(edits.another_process, NOTHING),
-    "another name of the recipe": Row(edits.another_name, "mm mmmm mm mm mmm"),
+    "another name of the recipe": Row(edits.another_name, "mm mmmm mm mm M mmm"),
 }
 
 
@@ -315,7 +318,9 @@ ELSEWHERE = {
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
     "training.head_precision": "needs a GPU",
     **dict.fromkeys(("training.router_aux_loss_coef", "reference.sft.router_aux_loss_coef"), "needs experts"),
-    "release.gate.type": "has one value",
+    **dict.fromkeys(
+        (f"release.gate.{name}" for name in ("type", "alpha", "held_out_evidence", "clip")), "in test_promotion.py"
+    ),
 }
 
 
@@ -383,7 +388,9 @@ def assert_the_way_back_is_free(baseline: Baseline, recipe: str) -> None:
 
 
 def _in_groups(letters: str) -> str:
-    """Return the letters of the thirteen assets with a space between groups; unchanged if one of them is an error."""
+    """Return the letters of the fourteen assets with a space between groups; unchanged if one of them is an error."""
     return (
-        " ".join(letters[a:b] for a, b in itertools.pairwise((0, 2, 6, 8, 10, 13))) if len(letters) == 13 else letters
+        " ".join(letters[a:b] for a, b in itertools.pairwise((0, 2, 6, 8, 10, 11, 14)))
+        if len(letters) == 14
+        else letters
     )

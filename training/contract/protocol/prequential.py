@@ -1,4 +1,4 @@
-"""The settings of `prequential_evaluation`, and the file with its scores.
+"""The settings of `prequential_evaluation`, of the job that scores, and the file with the scores.
 
 scores.parquet  one row for each policy and pair: the columns of an evaluation's pairs.parquet, and
                 policy (fingerprint), prompt (digest of the messages, hexadecimal)
@@ -34,28 +34,43 @@ class PolicyToScore(StrictModel):
     seen_pairs: tuple[str, ...]
 
 
-class PrequentialRules(Settings):
-    """The part of `prequential_evaluation` that follows from the recipe. `scoring`: the version of the scoring algorithm."""
+class ArrivalSettings(Settings):
+    """`prequential_evaluation`: the model, and the recipe whose candidates are tested. Its key has the rows besides.
 
+    Pairs arrive once. So the key holds neither the policies of that moment nor the settings of scoring.
+    """
+
+    model_name: str
+    gate: str
+    recipe: str = ""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        return cls(model_name=recipe.release.model_name, gate=recipe.release.gate.type)
+
+
+class PrequentialSettings(Settings):
+    """The scores of arriving pairs. `champion`: the fingerprint of its policy, the first of `policies`.
+
+    `scoring`: the version of the scoring algorithm.
+    """
+
+    champion: str
+    policies: tuple[PolicyToScore, ...]
     dtype: Dtype
     scoring: str
     software: AddedLater[Software] = Field(default={})
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Self:
+    def of(cls, recipe: Recipe, champion: str, policies: tuple[PolicyToScore, ...]) -> Self:
         software = scoring_software(recipe.compute.device)
-        return cls(dtype=recipe.reference.dtype, scoring=SCORING_VERSION, software=software)
-
-
-class PrequentialSettings(PrequentialRules):
-    """`prequential_evaluation`. `champion`: the fingerprint of its policy, the first of `policies`."""
-
-    champion: str | None = None
-    policies: tuple[PolicyToScore, ...] = ()
-
-
-# The settings that do not follow from the recipe.
-POLICIES = frozenset(PrequentialSettings.model_fields.keys() - PrequentialRules.model_fields.keys())
+        return cls(
+            champion=champion,
+            policies=policies,
+            dtype=recipe.reference.dtype,
+            scoring=SCORING_VERSION,
+            software=software,
+        )
 
 
 class RecordedPolicies(StoredModel):

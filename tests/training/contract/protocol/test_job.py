@@ -27,7 +27,7 @@ def test_jobs_with_models_have_all_processes_and_training_has_grace_seconds(tmp_
     """Jobs on data run in one process. Only training needs time to save a checkpoint when it is stopped."""
     compute = Compute(nodes=2, processes_per_node=4, grace_seconds=17)
     alone = dict.fromkeys(("preferences", "tokenizer", "release_files", "pairs", "merge"), (1, 1, 1))
-    scoring = dict.fromkeys(("reference", "evaluation", "proof"), (2, 4, 1))
+    scoring = dict.fromkeys(("reference", "prequential", "evaluation", "proof"), (2, 4, 1))
     tuning = dict.fromkeys(("sft", "policy"), (2, 4, 17))
     jobs = {kind: job_in(tmp_path, kind, compute) for kind in get_args(JobKind)}
     found = {kind: (job.nodes, job.processes, job.grace_seconds) for kind, job in jobs.items()}
