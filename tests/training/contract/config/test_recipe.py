@@ -14,7 +14,7 @@ from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
 from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError
-from training.contract.protocol.settings import PreferencesSettings
+from training.contract.protocol.settings import EvaluationRules, PreferencesSettings
 
 SHORT: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}]},
@@ -373,3 +373,16 @@ def test_every_field_has_a_description_in_the_json_schema() -> None:
         if not str(field.get("description", "")).endswith(".")
     ]
     assert missing == []
+
+
+def test_only_disclosure_by_votes_is_in_the_key_of_an_evaluation() -> None:
+    plain, exact, votes = (
+        key_settings(EvaluationRules.of(recipe(text)))
+        for text in ("{}", "evaluation: {disclosure: exact, disclosure_budget: 0.5}", "evaluation: {disclosure: votes}")
+    )
+    assert exact == plain and votes == {**plain, "disclosure": "votes"}
+
+
+def test_disclosure_budget_above_one_is_refused() -> None:
+    with pytest.raises(ValidationError, match="disclosure_budget"):
+        recipe("evaluation: {disclosure_budget: 1.5}")
