@@ -6,9 +6,9 @@ VOTES votes. Its expectation is the exact mean, its standard error at most 0.05.
 
     Blanc 2023, "Subsampling suffices for adaptive data analysis" (arXiv 2302.08661)
 
-A vote looks at w = 1 pair and has r = 2 answers. So it adds at most 4 * w * (r - 1) / n = 4 / n nats to the mutual information
-I between all answers and the pairs, whatever the user tries next. Any later figure in [0, 1] then has an expected bias of at
-most sqrt(I / (2 * n)).
+A vote looks at w = 1 pair and has r = 2 answers. It adds at most 4 * w * (r - 1) / n = 4 / n nats to the mutual information I
+between all answers and the pairs. This holds for any choices of the user between the votes. The expected bias of a later figure
+in [0, 1] is at most sqrt(I / (2 * n)).
 
 The random numbers follow from the key of the evaluation's derivation. So removing and recomputing an evaluation never draws
 again.

@@ -2,53 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import dagster as dg
 import pytest
 
 from assets.bodies.checks import DISCLOSURE
 from assets.views.pair_reader import read_pairs
-from tests.workflows.homes import check_error, latest, write_recipe
+from tests.workflows.disclosure.shown_texts import held_out_numbers, held_out_texts, leaks, shown_texts
+from tests.workflows.disclosure.voted_home import EVALUATION_KEY, meter_lines, run
+from tests.workflows.homes import check_error, latest
 from tests.workflows.in_process import Baseline
-from tests.workflows.prepared_homes import PreparedHomes
-from tests.workflows.shown_texts import held_out_numbers, held_out_texts, leaks, shown_texts
-from tests.workflows.state.test_versions import RECIPE
 from training.contract.errors import UsageError
 from workflows.api.recipe import Recipe
 from workflows.commands.compare import last_evaluated
 from workflows.commands.inspect_pair import inspect_row
-from workflows.commands.run import materialize
-from workflows.commands.run_report import RunReport
 from workflows.recipes.discovery import load_recipe
-
-pytestmark = pytest.mark.slow
-
-EVALUATION_KEY = dg.AssetKey(["plain", "evaluation"])
-VOTES = {**RECIPE, "evaluation": {**RECIPE["evaluation"], "disclosure": "votes"}}
-
-
-@pytest.fixture
-def baseline(tmp_path: Path, prepared_homes: PreparedHomes) -> Iterator[Baseline]:
-    """Yield a home in which the recipe was run once, with votes."""
-    with prepared_homes.copied_to(tmp_path, {"plain": VOTES}) as made:
-        yield made
-
-
-def run(baseline: Baseline, select: str | None = None, **edited: dict[str, Any]) -> RunReport:
-    sections = {name: {**VOTES.get(name, {}), **fields} for name, fields in edited.items()}
-    write_recipe(baseline.folders["plain"], {**VOTES, **sections})
-    report = materialize(load_recipe(baseline.folders["plain"]), baseline.services, baseline.instance, select)
-    assert report.succeeded, report.assets
-    baseline.fingerprints["plain"] |= {asset.asset: asset.fingerprint for asset in report.assets}
-    return report
-
-
-def meter_lines(baseline: Baseline) -> list[dict[str, Any]]:
-    file = baseline.home / "disclosure" / "plain.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def test_votes_show_one_figure_of_an_evaluation_and_nothing_else(baseline: Baseline) -> None:
