@@ -16,19 +16,16 @@ Legend: Q held-out prompts.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from training.contract.errors import StoreError
-from training.contract.identity.fingerprint import value_digest
+from training.contract.files.prompt_digests import prompt_digests
 from training.contract.protocol.votes import bias_bound, nats_of_a_figure
 from training.contract.store.artifact import Artifact
 from training.contract.store.artifact_kind import StoredModel
@@ -170,15 +167,7 @@ def _figures_of(line: Disclosed, won: set[str]) -> int:
 def _keep_prompts(file: Path, raw_preferences: Artifact) -> None:
     """Write the digests of the held-out prompts, unless they are known."""
     if not file.exists():
-        digests_Q = np.unique(np.frombuffer(b"".join(_prompt_digests(raw_preferences)), dtype=_DIGEST))
+        held_out = prompt_digests(raw_preferences.folder, "validation")
+        digests = b"".join(digest[:_DIGEST_BYTES] for digest in held_out)
+        digests_Q = np.unique(np.frombuffer(digests, dtype=_DIGEST))
         write_durably(file, digests_Q.astype(_DIGEST).tobytes())
-
-
-def _prompt_digests(raw_preferences: Artifact) -> Iterator[bytes]:
-    with pq.ParquetFile(raw_preferences.file("preferences.parquet")) as rows:
-        for batch in rows.iter_batches(columns=["prompt", "split"]):
-            yield from map(_digest, batch.filter(pc.equal(batch["split"], "validation"))["prompt"].to_pylist())
-
-
-def _digest(prompt: Sequence[Mapping[str, Any]]) -> bytes:
-    return value_digest([[turn["role"], turn["content"]] for turn in prompt])[:_DIGEST_BYTES]
