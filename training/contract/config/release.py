@@ -45,7 +45,8 @@ class Gate(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rule(self) -> Self:
-        if self.type == "ladder" and (given := sorted(self.model_fields_set & _ANYTIME)):
+        changed = (name for name in _ANYTIME if getattr(self, name) != type(self).model_fields[name].get_default())
+        if self.type == "ladder" and (given := sorted(changed)):  # a resolved recipe has all fields
             raise ValueError(f"`type: ladder` has no `{given[0]}`; remove it, or set `type: anytime`")
         return self
 

@@ -386,3 +386,10 @@ def test_only_disclosure_by_votes_is_in_the_key_of_an_evaluation() -> None:
 def test_disclosure_budget_above_one_is_refused() -> None:
     with pytest.raises(ValidationError, match="disclosure_budget"):
         recipe("evaluation: {disclosure_budget: 1.5}")
+
+
+def test_resolved_recipe_with_the_gate_ladder_resolves_to_itself() -> None:
+    resolved = recipe("release: {model_name: demo, gate: {type: ladder}}")
+    assert Recipe.model_validate(resolved.model_dump(mode="json")) == resolved
+    with pytest.raises(ValidationError, match="has no `alpha`"):
+        recipe("release: {model_name: demo, gate: {type: ladder, alpha: 0.2}}")
