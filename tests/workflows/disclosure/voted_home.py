@@ -13,7 +13,11 @@ from workflows.commands.run_report import RunReport
 from workflows.recipes.discovery import load_recipe
 
 EVALUATION_KEY = dg.AssetKey(["plain", "evaluation"])
-VOTES = {**RECIPE, "evaluation": {**RECIPE["evaluation"], "disclosure": "votes"}}
+VOTES = {
+    **RECIPE,
+    "evaluation": {**RECIPE["evaluation"], "disclosure": "votes"},
+    "release": {**RECIPE["release"], "gate": {"type": "ladder"}},
+}
 
 
 def run(baseline: Baseline, select: str | None = None, **edited: dict[str, Any]) -> RunReport:
