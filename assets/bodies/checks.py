@@ -146,7 +146,7 @@ def coverage(artifact: Artifact[LogProbsDetails], pairs: int) -> dg.AssetCheckRe
 
 
 def fresh(store: Store, artifact: Artifact[PrequentialDetails]) -> dg.AssetCheckResult:
-    """Compare the prompts in the table of scores with those of the rows that each policy has seen."""
+    """Compare the prompts in the table of scores with the rows that each policy has seen."""
     pairs = sum(found.pairs for found in artifact.details.policies)
     finite = sum(found.finite for found in artifact.details.policies)
     seen = sum(count_seen(store, artifact).values())

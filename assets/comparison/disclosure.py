@@ -4,8 +4,8 @@
 training, or a figure from votes. Lines are only added, so the meter does not fall when artifacts or versions are removed.
 
 The meter sums the nats of all votes about held-out pairs that share a prompt with the current ones. Each vote counts with the
-number of pairs at its time. This is safe: a vote reveals about the pairs that are still held out at most what it reveals about
-all the pairs it was drawn from (data processing inequality). An exact figure makes the meter unbounded. Only held-out pairs
+number of pairs at its time. This is safe: about the pairs still held out, a vote reveals at most as much as about all the pairs
+it was drawn from (data processing inequality). An exact figure makes the meter unbounded. Only held-out pairs
 without any earlier prompt begin anew. `disclosure/<raw_preferences>.prompts` has the prompts: `gc` may remove the pairs.
 
 Pairs of one prompt are alike, so the number of pairs means prompts. The sums hold for one recipe folder in one home: a copy of

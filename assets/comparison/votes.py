@@ -91,7 +91,7 @@ def win_by_votes(
 ) -> float | None:
     """Return the candidate's win over the champion by votes. It is drawn once for each evaluation, and recorded in `ledger`.
 
-    None without a champion or shared pairs. `versions`: those of the registered model; one with the same evaluation has the
+    None without a champion or shared pairs. `versions`: all versions of the model; one with the same evaluation has the
     figure in WIN_TAG. As in the gate, pairs with leakage do not count.
     """
     shared = sorted(pairs.shared - pairs.leaked)
