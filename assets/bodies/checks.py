@@ -3,12 +3,16 @@
 A failed blocking check stops the assets downstream. The body of an asset reports its checks, so every materialization has them.
 """
 
+import math
+
 import dagster as dg
 
 from assets.bodies.policy_difference import PolicyDifference
+from assets.comparison.disclosure import Meter
 from assets.comparison.evidence import count_seen
 from assets.comparison.leakage import Leakage
 from assets.pipeline.pipeline import Pipeline
+from training.contract.config.recipe import Evaluation
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.details import (
@@ -19,6 +23,7 @@ from training.contract.protocol.details import (
     PrequentialDetails,
     RowsDetails,
 )
+from training.contract.protocol.votes import VOTES
 from training.contract.store.artifact import Artifact
 from training.contract.store.store import Store
 
@@ -34,6 +39,9 @@ REWARDS = "rewards_finite"
 ACCURACY = "held_out_accuracy_above_chance"
 LEAKAGE = "no_held_out_prompt_trained_on_before"
 DIFFERENCE = "policy_differs_from_reference"
+DISCLOSURE = "disclosure"
+
+_NOT_INSIDE = 0.05  # the probability that a 95% interval misses
 
 _CHECKS = {
     AssetName.RAW_PREFERENCES: {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
@@ -57,9 +65,10 @@ _CHECKS = {
         ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
         LEAKAGE: "No earlier policy, from which this one started, was trained on a held-out prompt.",
         DIFFERENCE: "On held-out pairs, log-probs, margins or sampled answers of the policy differ from the reference model's.",
+        DISCLOSURE: "With `disclosure: votes`, all votes so far bound the bias of a figure by `evaluation.disclosure_budget`.",
     },
 }
-_WARNINGS = {ACCURACY, LEAKAGE, DIFFERENCE}
+_WARNINGS = {ACCURACY, LEAKAGE, DIFFERENCE, DISCLOSURE}
 
 
 def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
@@ -137,7 +146,7 @@ def coverage(artifact: Artifact[LogProbsDetails], pairs: int) -> dg.AssetCheckRe
 
 
 def fresh(store: Store, artifact: Artifact[PrequentialDetails]) -> dg.AssetCheckResult:
-    """Compare the prompts in the table of scores with those of the rows that each policy has seen."""
+    """Compare the prompts in the table of scores with the rows that each policy has seen."""
     pairs = sum(found.pairs for found in artifact.details.policies)
     finite = sum(found.finite for found in artifact.details.policies)
     seen = sum(count_seen(store, artifact).values())
@@ -158,10 +167,19 @@ def rewards(artifact: Artifact[PolicyDetails]) -> dg.AssetCheckResult:
 
 
 def accuracy(artifact: Artifact[EvaluationDetails]) -> dg.AssetCheckResult:
+    if artifact.details.accuracy_votes is not None:
+        return _accuracy_by_votes(artifact.details.accuracy_votes)
     low, high = artifact.details.interval
     value = artifact.details.metrics["eval/rewards/accuracies"]
     description = f"held-out accuracy {value:.3f}, 95% interval {low:.3f} to {high:.3f}"
     return _result(ACCURACY, low > 0.5, description, accuracy=value, low=low, high=high)
+
+
+def _accuracy_by_votes(value: float) -> dg.AssetCheckResult:
+    """Return the check on votes alone. They are independent draws, so the interval of their mean is Hoeffding's."""
+    low = value - math.sqrt(math.log(2 / _NOT_INSIDE) / (2 * VOTES))
+    description = f"accuracy {value:.2f} by {VOTES} votes, with 95% confidence at least {max(0.0, low):.2f}"
+    return _result(ACCURACY, low > 0.5, description, accuracy=value, low=low)
 
 
 def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
@@ -192,6 +210,27 @@ def differs(found: PolicyDifference) -> dg.AssetCheckResult:
         )
     changed = {"changed_samples": found.changed / found.samples} if found.samples else {}
     return _result(DIFFERENCE, not found.is_negligible, description, shift=found.shift, margin=found.margin, **changed)
+
+
+def difference_hidden() -> dg.AssetCheckResult:
+    """Return the check for an evaluation by votes, whose pairs and answers are hidden."""
+    return _result(DIFFERENCE, True, "not measured, because `evaluation.disclosure: votes` hides the held-out pairs")
+
+
+def disclosure(meter: Meter, evaluation: Evaluation) -> dg.AssetCheckResult:
+    """`evaluation`: the section of the recipe."""
+    budget, is_unbounded = evaluation.disclosure_budget, math.isinf(meter.nats)
+    found = "unbounded" if is_unbounded else f"{meter.bound:.3f} after {meter.nats:.3g} nats"
+    description = f"the bound on the bias of a figure of {meter.pairs:,} held-out prompts is {found}"
+    if evaluation.is_exact:
+        return _result(DISCLOSURE, True, f"{description}, because exact figures are shown")
+    passed = meter.bound <= budget
+    if not passed:
+        description += f", above evaluation.disclosure_budget {budget:g}"
+        description += " because exact figures were shown" if is_unbounded else ""
+        description += ": hold out new pairs, none with a prompt that was held out before, or more pairs from the start"
+    figures = {} if is_unbounded else {"nats": meter.nats, "bound": meter.bound}
+    return _result(DISCLOSURE, passed, description, budget=budget, **figures)
 
 
 def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:

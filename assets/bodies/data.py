@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import dagster as dg
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from assets.bodies import checks
@@ -18,7 +20,9 @@ from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
 from assets.views.column_schema import arrow_columns, parquet_columns
 from assets.views.metadata import length_histogram, optional_table, rendered_pairs
+from assets.views.pair_reader import HELD_OUT, read_pairs
 from assets.views.sentences import of_pairs, of_rows
+from training.contract.config.json_object import JsonObject
 from training.contract.errors import DataError
 from training.contract.files.local_files import distinct_names
 from training.contract.identity.fingerprint import short
@@ -79,10 +83,22 @@ def raw_preferences(context: AssetContext) -> dg.MaterializeResult:
         **_cache_figures(details),
         **optional_table("quarantine_reasons", reasons, ("reason", "rows")),
         **optional_table("quarantine_examples", quarantined, ("source", "line", "reason", "text")),
-        "examples": dg.MetadataValue.json(list(details.examples)),
+        "examples": dg.MetadataValue.json(_shown_examples(context, materialized.artifact)),
     }
     checked = rows_checks(context.pipeline, materialized.artifact)
     return materialized.result(of_rows(details), {}, figures, checked)
+
+
+def _shown_examples(context: AssetContext, rows: Artifact[RowsDetails]) -> list[JsonObject]:
+    """Return the example pairs, which are the first rows, without held-out ones if the recipe hides these."""
+    if context.pipeline.recipe.evaluation.is_exact:
+        return list(rows.details.examples)
+    hidden = _held_out_rows(pq.read_table(rows.file("preferences.parquet"), columns=["row", "split"]))
+    return [pair for row, pair in enumerate(rows.details.examples) if row not in hidden]
+
+
+def _held_out_rows(table: pa.Table) -> set[int]:
+    return set(table.filter(pc.equal(table["split"], HELD_OUT))["row"].to_pylist())
 
 
 def _outdated_names(found: ResolvedData, rows: Artifact) -> list[str]:
@@ -122,13 +138,15 @@ def tokenized_pairs(context: AssetContext) -> dg.MaterializeResult:
     lengths = {}
     if histogram is not None:
         lengths["lengths"] = context.picture("lengths", materialized.artifact, lambda: length_histogram(histogram))
+    is_exact = context.pipeline.recipe.evaluation.is_exact
+    hidden = set() if is_exact else _held_out_rows(read_pairs(materialized.artifact))
     figures = {
         "dagster/row_count": details.counts.pairs,
         **arrow_columns(materialized.artifact.file("pairs.arrow")),
         **{name: count for name, count in details.counts.model_dump().items() if name != "pairs"},
         **optional_table("dropped_reasons", dropped, ("reason", "pairs")),
         **_cache_figures(details),
-        **rendered_pairs(details.examples),
+        **rendered_pairs([pair for pair in details.examples if pair.row not in hidden]),
     }
     checked = pairs_checks(context.pipeline, materialized.artifact)
     return materialized.result(of_pairs(details), lengths, figures, checked)

@@ -10,11 +10,12 @@ from assets.bodies.policy import delivered_run
 from assets.bodies.policy_difference import difference
 from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import rows_by_pair
+from assets.comparison.votes import record_evaluation
 from assets.execution.asset_context import AssetContext
 from assets.execution.materialize import JobSpec, materialize
 from assets.views.metadata import figures_table, margin_histogram, optional_table, rounded, sample_answers
 from assets.views.pages import publish_report
-from assets.views.sentences import of_evaluation
+from assets.views.sentences import of_evaluation, of_votes
 from training.contract.config.json_object import JsonObject
 from training.contract.config.loss import Loss
 from training.contract.protocol.artifacts import EVALUATION, POLICY, AssetName
@@ -29,18 +30,34 @@ def evaluation(context: AssetContext) -> dg.MaterializeResult:
     settings = context.settings(EvaluationSpec).model_copy(update={"loss": _loss_of_policy(context)})
     materialized = materialize(context, EVALUATION, JobSpec("evaluation", settings))
     artifact = materialized.artifact
-    details, changed = artifact.details, difference(artifact)
-    metrics = {name: value for name, value in details.metrics.items() if not name.startswith("eval/sources/")}
+    meter = record_evaluation(context, artifact)  # before anything is shown
+    details, is_exact = artifact.details, artifact.details.accuracy_votes is None
+    metrics = {name: value for name, value in details.shown_metrics.items() if not name.startswith("eval/sources/")}
     report = artifact.file("report.html").read_text(encoding="utf-8")
+    margins = context.picture("margins", artifact, lambda: margin_histogram(_margins(artifact))) if is_exact else None
     links = {
-        "margins": context.picture("margins", artifact, lambda: margin_histogram(_margins(artifact))),
+        **({} if margins is None else {"margins": margins}),
         **publish_report(context.services.home, context.pipeline, report),
         **_tracking_links(context, artifact),
         **sample_answers(details.samples[:_SHOWN_SAMPLES]),
     }
-    figures = {**_sources_table(details.sources), **figures_table(metrics, {}), **metrics}
-    results = [checks.accuracy(artifact), _check_leakage(context, artifact), checks.differs(changed)]
-    return materialized.result(of_evaluation(details, changed.changed, changed.samples), links, figures, results)
+    sources = _sources_table(details.sources) if is_exact else {}
+    figures = {**sources, **figures_table(metrics, {}), **metrics, **meter.figures}
+    results = [
+        checks.accuracy(artifact),
+        _check_leakage(context, artifact),
+        checks.differs(difference(artifact)) if is_exact else checks.difference_hidden(),
+        checks.disclosure(meter, context.pipeline.recipe.evaluation),
+    ]
+    return materialized.result(evaluation_sentence(artifact), links, figures, results)
+
+
+def evaluation_sentence(evaluation: Artifact[EvaluationDetails]) -> str:
+    """Return the result in one sentence, without exact figures if they are hidden."""
+    if evaluation.details.accuracy_votes is not None:
+        return of_votes(evaluation.details.accuracy_votes)
+    changed = difference(evaluation)
+    return of_evaluation(evaluation.details, changed.changed, changed.samples)
 
 
 def _margins(evaluation: Artifact) -> list[float]:
@@ -78,7 +95,7 @@ def delivered_evaluation(
     run_id = delivered_run(context, policy)
     if run_id is None:
         return None
-    metrics, last_step = evaluation.details.metrics, policy.details.steps
+    metrics, last_step = evaluation.details.shown_metrics, policy.details.steps
     tracker, report = context.services.tracker, evaluation.file("report.html")
     return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, last_step, report) else None
 

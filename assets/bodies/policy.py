@@ -9,6 +9,7 @@ from typing import Any
 import dagster as dg
 
 from assets.bodies import checks
+from assets.comparison.votes import record_training
 from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import log_message
 from assets.execution.materialize import JobSpec, materialize
@@ -38,20 +39,26 @@ def policy(context: AssetContext) -> dg.MaterializeResult:
     work = JobSpec("policy", settings, start, during=partial(_track_job, context))
     materialized = materialize(context, POLICY, work)
     artifact, details = materialized.artifact, materialized.artifact.details
+    _record_training(context, artifact.derivation)
+    held_out = details.eval if context.pipeline.recipe.evaluation.is_exact else {}
     links = {
         "rewards": context.picture("rewards", artifact, lambda: reward_curves(details.series)),
         **_tracking_links(context, artifact),
     }
     figures = {
-        **figures_table(details.eval, details.train),
-        **details.eval,
+        **figures_table(held_out, details.train),
+        **held_out,
         "steps": details.steps,
         **details.train,
         "seconds_by_phase": dg.MetadataValue.json(rounded(details.seconds)),
         "provenance": dg.MetadataValue.json(details.provenance.model_dump() if details.provenance else {}),
     }
     results = [checks.step0(artifact), checks.rewards(artifact)]
-    return materialized.result(of_policy(details), links, figures, results)
+    return materialized.result(of_policy(details, held_out), links, figures, results)
+
+
+def _record_training(context: AssetContext, derivation: Derivation) -> None:
+    record_training(context, derivation.key, derivation.inputs[AssetName.TOKENIZED_PAIRS].fingerprint)
 
 
 def _locate_start(context: AssetContext, champion: str | None) -> PolicyLocations:
@@ -76,11 +83,15 @@ def delivered_run(context: AssetContext, policy: Artifact) -> str | None:
     return _deliver(context, replace(policy, derivation=derivation), policy.json("recipe.json"))
 
 
-def _read_events(policy: Artifact) -> Iterator[Event]:
-    """Yield the events of the training. Skip held-out metrics if another training wrote them, perhaps with other pairs."""
+def _read_events(context: AssetContext, policy: Artifact) -> Iterator[Event]:
+    """Yield the events of the training.
+
+    Skip held-out metrics if they are hidden, or if another training wrote them, perhaps with other pairs.
+    """
     is_first = policy.manifest.made_from.key == policy.derivation.key
+    is_shown = is_first and context.pipeline.recipe.evaluation.is_exact
     events = read_events(policy.file("events.jsonl"))
-    return (event for event in events if is_first or event["event"] != "eval")
+    return (event for event in events if is_shown or event["event"] != "eval")
 
 
 def _deliver(context: AssetContext, policy: Artifact, recipe: JsonObject) -> str | None:
@@ -92,7 +103,7 @@ def _deliver(context: AssetContext, policy: Artifact, recipe: JsonObject) -> str
     if (run_id := context.services.tracker.find_run(context.pipeline.family, derivation.key)) is not None:
         return run_id
     with _open_run(context, derivation, recipe) as run:
-        run.replay(_read_events(policy))
+        run.replay(_read_events(context, policy))
     return run.run_id
 
 
@@ -119,14 +130,18 @@ def _publish_charts(context: AssetContext, run_id: str) -> str:
 def _track_job(context: AssetContext, job: Job) -> Iterator[Listener]:
     """Open an MLflow run when the job starts. Yield its listener for the job's events.
 
-    As soon as the run exists, its link is in the run's log, in the terminal, and on the asset's page.
+    As soon as the run exists, its link is in the run's log, in the terminal, and on the asset's page. Held-out metrics are
+    logged only if users may see them.
     """
+    _record_training(context, job.derivation)
+    is_exact = context.pipeline.recipe.evaluation.is_exact
     with _open_run(context, job.derivation, job.recipe.model_dump(mode="json")) as run:
         announced = False
 
         def on_event(event: Event) -> None:
             nonlocal announced
-            run.record(event)
+            if is_exact or event["event"] != "eval":
+                run.record(event)
             if not announced and run.run_id is not None:
                 announced = True
                 _announce(context, run.run_id)

@@ -68,8 +68,8 @@ def reference_logprobs(context: AssetContext) -> dg.MaterializeResult:
 
 def _page(context: AssetContext, pairs: Artifact, table: Artifact) -> dict[str, dg.MetadataValue[Any]]:
     """Write a page with a few pairs and the log-probs of their tokens. It is not an artifact: the next one replaces it."""
-    reader = PairReader(context.services.store, pairs, table)
-    rows = [row for number in reader.spread(_SHOWN_ROWS) if (row := reader.read(number)) is not None]
+    reader, is_exact = PairReader(context.services.store, pairs, table), context.pipeline.recipe.evaluation.is_exact
+    rows = [row for number in reader.spread(_SHOWN_ROWS, is_exact) if (row := reader.read(number)) is not None]
     page = render_page(f"{context.pipeline.name}: reference log-probs {short(table.fingerprint)}", rows)
     return publish_pairs(context.services.home, context.pipeline, page)
 

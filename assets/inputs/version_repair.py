@@ -9,7 +9,7 @@ import logging
 from assets.inputs.model_ref import ModelRef
 from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline, Services
-from model_registry.files import VersionFiles, local_path
+from model_registry.files import VersionFiles, local_path, shipped_evaluation
 from model_registry.model_card import model_card, read_training
 from model_registry.model_version import MERGED, Version
 from model_registry.registry import Registry
@@ -44,7 +44,7 @@ def restore_files(services: Services, version: Version) -> bool:
         training = read_training(store.folder(AssetName.POLICY, version.fingerprint_of(AssetName.POLICY) or ""))
         lineage = version.known_lineage
         card = model_card(version.name, training, evaluation, lineage)
-        restored = VersionFiles(model, files / "tokenizer", settings, evaluation.folder, card, lineage)
+        restored = VersionFiles(model, files / "tokenizer", settings, shipped_evaluation(evaluation), card, lineage)
         registry.store_files(version.name, version.source, restored)
     _LOG.warning("%s: they were restored from the store", problem)
     return True

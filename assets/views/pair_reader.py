@@ -18,6 +18,7 @@ from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Store
 
 SIDES = ("chosen", "rejected")
+HELD_OUT = "validation"  # the split
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class PairReader:
         self._table = None if table is None else LogProbTable.read(table.folder, len(self._pairs))
         self._cache = None if self._table is None else LogprobCache(store, self._table.rule)
 
-    def spread(self, count: int) -> list[int]:
-        """Return at most `count` row numbers, evenly spaced."""
-        rows = self._pairs["row"]
+    def spread(self, count: int, with_held_out: bool = True) -> list[int]:
+        """Return at most `count` row numbers, evenly spaced. Without held-out rows if `with_held_out` is false."""
+        pairs = self._pairs if with_held_out else self._pairs.filter(pc.not_equal(self._pairs["split"], HELD_OUT))
+        rows = pairs["row"]
         indices = np.linspace(0, len(rows) - 1, min(count, len(rows))).round()
         return [rows[int(index)].as_py() for index in indices]  # the column's `to_numpy` would import pandas
 

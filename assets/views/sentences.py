@@ -19,6 +19,7 @@ from training.contract.protocol.details import (
 )
 from training.contract.protocol.settings import EvaluationSpec, TrainingSpec
 from training.contract.protocol.spec_files import TokenizationSpec
+from training.contract.protocol.votes import VOTES
 
 _UNITS = ("kB", "MB", "GB", "TB")
 
@@ -120,11 +121,12 @@ def of_arrival(details: PrequentialDetails) -> str:
     )
 
 
-def of_policy(details: PolicyDetails) -> str:
+def of_policy(details: PolicyDetails, held_out: Mapping[str, float]) -> str:
+    """`held_out`: the metrics of held-out pairs, if they are shown."""
     trained = f"Trained for {counted(details.steps, 'step')} on {counted(details.pairs.train, 'pair')}"
-    if not details.eval:
+    if not held_out:
         return f"{trained}."
-    return f"{trained}. {_of_metrics(details.eval)}."
+    return f"{trained}. {_of_metrics(held_out)}."
 
 
 def of_evaluation(details: EvaluationDetails, changed: int, samples: int) -> str:
@@ -132,6 +134,10 @@ def of_evaluation(details: EvaluationDetails, changed: int, samples: int) -> str
     low, high = details.interval
     answers = f" {changed} of {counted(samples, 'sampled answer')} changed." if samples else ""
     return f"{_of_metrics(details.metrics)}; 95% interval of the share {low:.1%} to {high:.1%}.{answers}"
+
+
+def of_votes(accuracy: float) -> str:
+    return f"By {VOTES} votes, the chosen response has the higher reward in {accuracy:.0%} of held-out pairs."
 
 
 def _of_metrics(metrics: Mapping[str, float]) -> str:

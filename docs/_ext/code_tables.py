@@ -6,11 +6,11 @@ from assets.bodies.checks import check_specs
 from assets.pipeline.graph import GRAPH
 from docs._ext.field_tables import markdown_table
 from training.contract.config.loss import LossType
-from training.contract.protocol.metrics import HELD_OUT_METRICS, STEP_METRICS
+from training.contract.protocol.metrics import HELD_OUT_METRICS, STEP_METRICS, VOTED_METRICS
 from workflows.recipes.discovery import load_recipe
 
 _DEMO = Path(__file__).resolve().parents[2] / "workflows" / "defs" / "demo"
-METRICS = {"step": STEP_METRICS, "held-out": HELD_OUT_METRICS}
+METRICS = {"step": STEP_METRICS, "held-out": HELD_OUT_METRICS, "votes": VOTED_METRICS}
 
 
 def metrics_table(kind: str) -> str:

@@ -22,6 +22,8 @@ from model_registry.model_version import LINEAGE_FILE
 from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.tokenizer_files import tokenizer_files
+from training.contract.protocol.details import EvaluationDetails
+from training.contract.store.artifact import Artifact
 from training.contract.store.staging import claimed
 from training.contract.system.atomic_io import is_disk_full, write_error
 
@@ -47,6 +49,14 @@ class VersionFiles:
     evaluation: Path | None = None
     card: str = ""
     lineage: Mapping[str, str] = field(default_factory=dict)
+
+
+def shipped_evaluation(evaluation: Artifact[EvaluationDetails]) -> Path | None:
+    """Return the evaluation's folder for the files of a version.
+
+    None if its exact figures are hidden: MLflow shows the files of a version.
+    """
+    return evaluation.folder if evaluation.details.accuracy_votes is None else None
 
 
 @contextlib.contextmanager

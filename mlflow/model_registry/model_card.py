@@ -12,6 +12,7 @@ import yaml
 from training.contract.config.json_object import JsonObject
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.details import EvaluationDetails
+from training.contract.protocol.votes import VOTES
 from training.contract.store.artifact import Artifact
 
 _METRICS = {
@@ -52,6 +53,8 @@ def read_training(policy: Path) -> JsonObject:
 
 
 def _results(details: EvaluationDetails) -> list[tuple[str, str]]:
+    if details.accuracy_votes is not None:
+        return [(f"{_METRICS['eval/rewards/accuracies']}, share by {VOTES} votes", f"{details.accuracy_votes:.2f}")]
     metrics, (low, high) = details.metrics, details.interval
     rows = [(text, f"{metrics[name]:.4g}") for name, text in _METRICS.items() if name in metrics]
     if "eval/pairs" in metrics:

@@ -79,6 +79,13 @@ def render(report: Report) -> str:
     )
 
 
+def render_votes(report: Report, accuracy: float, votes: int) -> str:
+    """Return a page without exact figures and texts of held-out pairs. `accuracy`: the mean of that many `votes`."""
+    return _VOTES_PAGE.render(
+        report=report, date=f"{report.date:%Y-%m-%d %H:%M}", accuracy=f"{accuracy:.2f}", votes=votes
+    )
+
+
 def _headline(report: Report) -> list[_Figure]:
     accuracy, metrics = report.accuracy, report.metrics
     low, high = map(_percent, accuracy.interval)
@@ -152,4 +159,6 @@ def _environment() -> Environment:
     return environment
 
 
-_PAGE = _environment().get_template("report.html.j2")
+_ENVIRONMENT = _environment()
+_PAGE = _ENVIRONMENT.get_template("report.html.j2")
+_VOTES_PAGE = _ENVIRONMENT.get_template("report_votes.html.j2")

@@ -6,7 +6,8 @@
 3. Answer a few prompts with the policy (after) and the reference model (before), up to the stop tokens of the released model.
    Score the tokens of a few pairs with both, for the report.
 4. On rank 0, write the metrics, one row per pair, the samples and an HTML report. `samples.json` has decoded tokens and is in
-   the fingerprint. The report and the details show the messages of the prompts instead.
+   the fingerprint. The report and the details show the messages of the prompts instead. With `disclosure: votes`, they show
+   the accuracy by votes alone. It is in the fingerprint with the key, because each draw is an artifact of its own.
 
 Legend: V held-out pairs.
 """
@@ -32,6 +33,7 @@ from training.contract.protocol.details import EvaluationDetails, SampledAnswer
 from training.contract.protocol.job import Job
 from training.contract.protocol.settings import EvaluationSpec
 from training.contract.protocol.spec_files import TOKENIZER_FOLDER
+from training.contract.protocol.votes import ACCURACY_VOTES, VOTES, vote
 from training.contract.store.artifact import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.templates.tokenizer import load_tokenizer
@@ -40,7 +42,7 @@ from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.evaluation.examples import Sample, examined_positions, worst_pairs
 from training.evaluation.generate import answers, decode, spread_prompts, stop_tokens
-from training.evaluation.report import Report, render
+from training.evaluation.report import Report, render, render_votes
 from training.evaluation.token_rewards import ExaminedPairs, TokenLogProbs, score_tokens
 from training.job_context import JobContext
 from training.losses.preference import preference_loss
@@ -115,7 +117,7 @@ def run(context: JobContext[EvaluationSpec]) -> JobResult[EvaluationDetails]:
         for i, prompt, old, new in zip(shown, prompts, before.answers, after.answers, strict=True)
     ]
     tokens = ExaminedPairs(pairs, examined, after.logprobs, before.logprobs)
-    return _write(job, loss, held_out, samples, tokens, tokenizer)
+    return _write(job, settings, held_out, samples, tokens, tokenizer)
 
 
 def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
@@ -142,7 +144,7 @@ def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
 
 def _write(
     job: Job,
-    loss: Loss,
+    settings: EvaluationSpec,
     held_out: ScoredPairs,
     samples: list[Sample],
     examined: ExaminedPairs,
@@ -162,18 +164,24 @@ def _write(
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
+    content = {"metrics": metrics, "pairs": columns, "samples": texts}
     by_source = {name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()}
-    report = _report(job, loss, held_out, metrics, by_source, samples, examined, tokenizer)
-    (job.staging / "report.html").write_text(render(report), encoding="utf-8")
+    report = _report(job, settings.loss, held_out, metrics, by_source, samples, examined, tokenizer)
     details = EvaluationDetails(
         metrics=metrics,
         sources=tuple({"source": name, **values} for name, values in source_metrics.items()),
         interval=held_out.accuracy().interval,
         samples=tuple(SampledAnswer(**asdict(sample.abridged(_SHOWN_CHARACTERS))) for sample in report.samples),
     )
-    return JobResult(
-        fingerprint(AssetName.EVALUATION.value, {"metrics": metrics, "pairs": columns, "samples": texts}), details
-    )
+    if settings.is_exact:
+        page = render(report)
+    else:
+        share = vote(held_out.outcome.accuracies_B.double().numpy(), ACCURACY_VOTES, job.derivation.key)
+        content["votes"] = {"key": job.derivation.key, "accuracy": share}
+        details = details.model_copy(update={"accuracy_votes": share, "samples": ()})
+        page = render_votes(report, share, VOTES)
+    (job.staging / "report.html").write_text(page, encoding="utf-8")
+    return JobResult(fingerprint(AssetName.EVALUATION.value, content), details)
 
 
 def _report(

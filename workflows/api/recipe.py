@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from assets.comparison.votes import check_exact
 from assets.inputs.name_claims import check_name_is_free
 from assets.pipeline.pipeline import Pipeline
 from training.contract.config.recipe import Recipe as RecipeConfig
@@ -126,17 +127,22 @@ class Recipe:
           (nats) and the number of tokens.
         * `evaluation`: one row per held-out pair: log-probs (nats), rewards and margin.
 
-        The column `row` is the number of the pair in `raw_preferences`, from 0. Raises UsageError for another asset, and as
-        `artifact` does.
+        The column `row` is the number of the pair in `raw_preferences`, from 0. Raises UsageError for another asset, or for the
+        evaluation with `evaluation.disclosure: votes`; else as `artifact` does.
         """
         check_has_table(asset)
+        if asset == AssetName.EVALUATION:
+            check_exact(self._pipeline, "the table of the evaluation")
         with open_home(self.home) as (services, instance):
             artifact = latest_artifact(self._pipeline, services, instance, asset)
             return read_table(services.store, asset, artifact)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the latest evaluation on the held-out pairs, such as `eval/loss`. Raises as `artifact` does."""
-        return self.artifact(AssetName.EVALUATION).of_kind(EVALUATION).details.metrics
+        """Return the metrics of the latest evaluation on the held-out pairs, such as `eval/loss`. Raises as `artifact` does.
+
+        With `evaluation.disclosure: votes`, return the accuracy by votes alone.
+        """
+        return self.artifact(AssetName.EVALUATION).of_kind(EVALUATION).details.shown_metrics
 
     def training_history(self) -> pa.Table:
         """Return the steps of the latest policy's training as a `pyarrow.Table`, one row per step.

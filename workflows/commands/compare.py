@@ -17,6 +17,7 @@ import dagster as dg
 
 from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import accuracy, loss, margin, prompts, rows_by_pair, scale
+from assets.comparison.votes import check_exact
 from assets.lineage.history import Ancestor, History
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.gate.scores import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
@@ -105,8 +106,9 @@ def last_evaluated(
 ) -> Evaluated:
     """Return the last evaluation of a pipeline. A corrupt one, or one with missing ancestors in the store, counts as missing.
 
-    With `source`, use only the pairs of the sources with that name.
+    With `source`, use only the pairs of the sources with that name. Raises UsageError if the recipe hides held-out pairs.
     """
+    check_exact(pipeline, "a comparison of evaluations")
     history = History(instance, pipeline, services.store)
     fingerprint = history.latest(AssetName.EVALUATION).fingerprint
     if fingerprint is None:

@@ -10,12 +10,13 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from assets.comparison.votes import check_exact
 from assets.execution.merge_adapter import base_of
 from assets.execution.rescore import rescore
 from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_page import render_page
-from assets.views.pair_reader import PairReader, TokenizedRow, find_row
+from assets.views.pair_reader import HELD_OUT, PairReader, TokenizedRow, find_row
 from training.contract.config.json_object import JsonObject
 from training.contract.errors import PedigreeError, UsageError
 from training.contract.files.arrow_rows import without_nulls
@@ -46,7 +47,7 @@ def inspect_row(
     """Return the row `row` of the tokenized `raw_preferences`. With `score`, compute missing log-probs of the policy.
 
     Prefer the tokens of a run now, which exist for example after a plan, to those from the latest run. Raises UsageError if
-    the row is missing or was dropped, or nothing was tokenized.
+    the row is missing or was dropped, or nothing was tokenized, or the recipe hides held-out pairs and the row is one.
     """
     history = History(instance, pipeline, services.store)
     pairs = _current_tokens(pipeline, services) or _latest_tokens(history)
@@ -63,6 +64,8 @@ def inspect_row(
     tokens = reader.read(row)
     if tokens is None:
         raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized", "dropped-row")
+    if tokens.split == HELD_OUT:
+        check_exact(pipeline, f"row {row}, which is held out,")
     policy = _policy_logprobs(row, reader.keys(row), history)
     if policy is None and score:
         to_score = _scoring_inputs(row, pairs, logprobs, history)

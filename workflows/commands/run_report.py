@@ -15,6 +15,8 @@ from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.model_identity import count_parameters
 from training.contract.protocol.artifacts import EVALUATION, TOKENIZED_PAIRS, AssetName
+from training.contract.protocol.details import EvaluationDetails
+from training.contract.protocol.votes import WIN_VOTES
 from training.contract.store.store import Store
 from training.contract.system.atomic_io import is_disk_full, write_error
 from workflows.commands.user_checks import UserChecks
@@ -134,7 +136,7 @@ def report_of(
         succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
         assets=assets,
         checks=checks,
-        metrics=details.metrics if details else {},
+        metrics=_shown_metrics(details, released),
         mlflow_run_id=trained.get("mlflow_run_id"),
         mlflow_url=trained.get("mlflow"),
         result=judged.get("result"),
@@ -149,6 +151,14 @@ def report_of(
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
         notes=_notes(pipeline, checks, done, services.store),
     )
+
+
+def _shown_metrics(details: EvaluationDetails | None, released: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the evaluation; with votes, also the win over the champion from the metadata of the release."""
+    if details is None:
+        return {}
+    win = {name: released[name] for name in (WIN_VOTES,) if name in released and details.accuracy_votes is not None}
+    return {**details.shown_metrics, **win}
 
 
 def _gate_figures(released: Mapping[str, Any]) -> dict[str, float]:

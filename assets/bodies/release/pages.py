@@ -4,13 +4,12 @@ from typing import Any
 
 import dagster as dg
 
-from assets.bodies.policy_difference import difference
+from assets.bodies.evaluation import evaluation_sentence
 from assets.bodies.release.candidate import Candidate
 from assets.views.evidence_chart import evidence_picture
 from assets.views.history_page import render_history
 from assets.views.pages import publish_history, publish_report, publish_version
 from assets.views.report_page import ReleaseSummary, add_release
-from assets.views.sentences import of_evaluation
 from model_registry.gate.history import model_history
 from model_registry.gate.scores import Decision
 from model_registry.model_version import Version
@@ -30,10 +29,8 @@ def find_run(candidate: Candidate) -> str | None:
 
 def describe_version(candidate: Candidate, decision: Decision, run_id: str | None) -> str:
     """Return the Markdown text of the version's page: the decision with its reasons, the result, and links to its run."""
-    evaluation, tracker = candidate.artifact(EVALUATION), candidate.context.services.tracker
-    changed = difference(evaluation)
+    tracker, result = candidate.context.services.tracker, evaluation_sentence(candidate.artifact(EVALUATION))
     decided = "Champion" if decision.promote else "Not champion"
-    result = of_evaluation(evaluation.details, changed.changed, changed.samples)
     text = f"{decided}: {'; '.join(decision.reasons)}\n\nRecipe {candidate.context.pipeline.name}. {result}"
     if run_id is None:
         return text

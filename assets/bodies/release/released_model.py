@@ -23,8 +23,10 @@ import dagster as dg
 from assets.bodies.evaluation import delivered_evaluation
 from assets.bodies.release.candidate import Candidate
 from assets.bodies.release.decision import decide_release
+from assets.bodies.release.disclosure import shown_decision
 from assets.bodies.release.hypotheses import Hypotheses
 from assets.bodies.release.pages import describe_version, find_run, publish_model_history, publish_release
+from assets.comparison.votes import win_figure, win_tags
 from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
 from assets.execution.job_log import log_message, log_phase
@@ -35,6 +37,7 @@ from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.metadata import inputs_table, rounded, shown_changes
 from assets.views.sentences import of_release
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
+from model_registry.files import shipped_evaluation
 from model_registry.gate.scores import Decision
 from model_registry.model_card import model_card, read_training
 from model_registry.model_version import (
@@ -166,7 +169,7 @@ def _register(candidate: Candidate) -> Version:
         tags=lineage_tags(lineage),
         tokenizer=candidate.artifact(RELEASE_SPEC).folder / "tokenizer",
         settings=candidate.artifact(RELEASE_SPEC).folder / "model",
-        evaluation=candidate.artifact(EVALUATION).folder,
+        evaluation=shipped_evaluation(candidate.artifact(EVALUATION)),
         card=model_card(
             candidate.name,
             read_training(policy.folder),
@@ -217,7 +220,8 @@ def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version,
         champion, hypotheses = _settle(candidate)
         news += hypotheses.news if hypotheses else []
         decision = decide_release(candidate, version, champion, hypotheses)
-        version = registry.tag(version, {REASONS_TAG: "; ".join(decision.reasons)})
+        decision = shown_decision(candidate, version, champion, decision)
+        version = registry.tag(version, {REASONS_TAG: "; ".join(decision.reasons), **win_tags(decision)})
         if not decision.promote or registry.promote(version, over=champion):
             if hypotheses and decision.promote:
                 hypotheses.promoted(version)
@@ -258,6 +262,7 @@ def _result(candidate: Candidate, released: _Released, changes: list[str] | None
         "outcome": released.outcome,
         "changes": shown_changes(changes),
         **rounded(released.figures),
+        **win_figure(version),
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.derivation.key,
         "key": candidate.derivation.key,

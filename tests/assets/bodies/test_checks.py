@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dagster as dg
 import pytest
 
 from assets.bodies import checks
+from assets.comparison.disclosure import Meter
 from assets.pipeline.graph import derive
 from tests import factories
+from training.contract.config.recipe import Evaluation
 from training.contract.protocol.artifacts import (
     EVALUATION,
     POLICY,
@@ -103,3 +105,29 @@ def test_check_with_a_first_example_ends_with_it(check, name):
     ]
     assert all("data.max_quarantined" in text for text in descriptions)
     assert [text.endswith("row 7, no") for text in descriptions] == [True, False]
+
+
+@pytest.mark.parametrize(("votes", "passes"), [(0.63, False), (0.64, True)])
+def test_accuracy_by_votes_passes_above_half_and_hides_the_exact_one(votes: float, passes: bool) -> None:
+    """By Hoeffding's inequality, half the width of the 95% interval of 100 votes is sqrt(ln(40) / 200) = 0.1358."""
+    result = checks.accuracy(artifact(checks.accuracy, metrics=WON, interval=[0.55, 0.65], accuracy_votes=votes))
+    assert result.passed is passes
+    assert "0.6," not in f"{result.description} {result.metadata}" and "0.55" not in (result.description or "")
+
+
+@pytest.mark.parametrize(
+    ("disclosure", "nats", "passes", "says"),
+    [
+        ("votes", 4.0, True, "0.100 after 4 nats"),
+        ("votes", 4.1, False, "hold out new pairs"),
+        ("votes", math.inf, False, "because exact figures were shown: hold out new pairs"),
+        ("exact", math.inf, True, "unbounded"),
+    ],
+)
+def test_disclosure_passes_within_the_budget(
+    disclosure: Literal["exact", "votes"], nats: float, passes: bool, says: str
+) -> None:
+    """sqrt(4 / 400) is 0.1, the default budget."""
+    result = checks.disclosure(Meter(nats, 200), Evaluation(disclosure=disclosure))
+    assert (result.passed, result.severity) == (passes, dg.AssetCheckSeverity.WARN)
+    assert says in (result.description or "")

@@ -41,11 +41,11 @@ def test_of_rows_names_what_was_left_out() -> None:
 def test_of_policy_names_held_out_figures_only() -> None:
     run: dict[str, Any] = {"steps": 108, "pairs": {"train": 835}, "train": {"loss": 0.6}}
     held_out = {"eval/rewards/accuracies": 0.8192, "eval/loss": 0.56629, "eval/pairs": 83}
-    assert sentences.of_policy(factories.details(PolicyDetails, **run, eval=held_out)) == (
+    assert sentences.of_policy(factories.details(PolicyDetails, **run, eval=held_out), held_out) == (
         "Trained for 108 steps on 835 pairs. The chosen response has the higher reward in 81.9% of 83 held-out pairs; "
         "loss 0.5663."
     )
-    assert sentences.of_policy(factories.details(PolicyDetails, **run)) == "Trained for 108 steps on 835 pairs."
+    assert sentences.of_policy(factories.details(PolicyDetails, **run), {}) == "Trained for 108 steps on 835 pairs."
 
 
 def test_of_evaluation_counts_changed_answers() -> None:

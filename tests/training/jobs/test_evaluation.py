@@ -29,6 +29,7 @@ from training.contract.errors import CorruptArtifact, DataError, ModelError, Tem
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.protocol.settings import EvaluationSpec
+from training.contract.protocol.votes import vote
 from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
 from training.data.templates.tokenizer import load_tokenizer
@@ -344,6 +345,22 @@ def test_evaluation_fingerprint_depends_on_loss_and_samples(setup, evaluation):
 
 
 @pytest.mark.shared
+def test_evaluation_with_votes_keeps_exact_files_and_shows_votes_alone(setup: Setup, evaluation: Artifact[Any]) -> None:
+    voted = setup.evaluate(disclosure="votes")
+    assert voted.json("metrics.json") == evaluation.json("metrics.json")
+    assert pq.read_table(voted.file("pairs.parquet")).equals(pq.read_table(evaluation.file("pairs.parquet")))
+    assert voted.fingerprint != evaluation.fingerprint and voted.details.samples == ()
+    margins = pq.read_table(voted.file("pairs.parquet"))["margin"].to_pylist()
+    expected = vote([float(margin > 0) for margin in margins], "eval/votes/accuracy", voted.derivation.key)
+    assert voted.details.shown_metrics == {"eval/votes/accuracy": expected}
+    assert setup.evaluate(disclosure="votes").fingerprint == voted.fingerprint
+    page = voted.file("report.html").read_text(encoding="utf-8")
+    assert "<!-- release -->" in page and f">{expected:.2f}<" in page
+    exact = evaluation.details
+    texts = [sample.before for sample in exact.samples] + [f"{value:.4f}" for value in exact.metrics.values()]
+    assert not [text for text in texts if len(text) > 5 and text in page]
+
+
 def test_evaluation_with_ld_alpha_takes_tails_from_the_cache(setup):
     """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times."""
     data = Pairs.open(setup.pairs.folder)

@@ -32,6 +32,7 @@ RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strf
 RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+Disclosure = Literal["exact", "votes"]
 
 
 class Data(ConfigSection):
@@ -100,6 +101,17 @@ class Reference(ConfigSection):
 class Evaluation(ConfigSection):
     samples: Annotated[int, Field(ge=0, le=MOST)] = Field(8, description="The number of held-out prompts to answer.")
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = Field(64, description="The most tokens of an answer.")
+    disclosure: AddedLater[Disclosure] = Field(
+        "exact", description="Show exact figures of the held-out pairs, or two figures from `votes` of single pairs."
+    )
+    disclosure_budget: AddedLater[Share] = Field(
+        0.1, description="The largest bound on the bias of a figure; used with `disclosure: votes`."
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether users may see exact figures, texts and log-probs of held-out pairs."""
+        return self.disclosure == "exact"
 
 
 class Compute(ConfigSection):
@@ -148,6 +160,16 @@ class Recipe(ConfigSection):
             raise ValueError(
                 "`training.start_from: champion` starts from the model of this recipe's release, so every promotion would "
                 "start another run; set `automation.on_change: false` and use a `cron`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_votes(self) -> Self:
+        gate = self.release.gate
+        if not self.evaluation.is_exact and gate.type == "anytime" and (gate.held_out_evidence or gate.clip is None):
+            raise ValueError(
+                "`evaluation.disclosure: votes` hides held-out pairs, but the ledger of the gate `anytime` shows evidence and "
+                "a clip from them; set `release.gate.held_out_evidence: false` and a `clip`, or `release.gate.type: ladder`"
             )
         return self
 

@@ -43,12 +43,6 @@ class Gate(ConfigSection):
         default={}, description="The lowest held-out accuracy of a champion on named sources."
     )
 
-    @model_validator(mode="after")
-    def _check_rule(self) -> Self:
-        if self.type == "ladder" and (given := sorted(self.model_fields_set & _ANYTIME)):
-            raise ValueError(f"`type: ladder` has no `{given[0]}`; remove it, or set `type: anytime`")
-        return self
-
     @property
     def identity(self) -> Self:
         """The part that identifies a version. The rule is not in it.
@@ -94,3 +88,12 @@ class Release(ConfigSection):
         Generation(), description="The default generation settings of the released model."
     )
     gate: Gate = Field(Gate(), description="The rule that makes a candidate champion.")
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> Self:
+        """Check here, not in the gate: its `identity` and a resolved recipe have all fields."""
+        fields = type(self.gate).model_fields
+        changed = sorted(name for name in _ANYTIME if getattr(self.gate, name) != fields[name].get_default())
+        if self.gate.type == "ladder" and changed:
+            raise ValueError(f"`gate.type: ladder` has no `{changed[0]}`; remove it, or set `gate.type: anytime`")
+        return self

@@ -6,6 +6,7 @@ Field names are stored. Renaming one needs a migration.
 from pydantic import Field
 
 from training.contract.config.json_object import JsonObject
+from training.contract.protocol.votes import ACCURACY_VOTES
 from training.contract.store.artifact_kind import Details, Figure, StoredModel
 
 
@@ -217,12 +218,27 @@ class SampledAnswer(StoredModel):
 
 
 class EvaluationDetails(Details):
-    """`evaluation`. `interval`: 95%, of the accuracy. `sources`: metrics by named source."""
+    """`evaluation`. `interval`: 95%, of the accuracy. `sources`: metrics by named source.
+
+    `accuracy_votes`: the accuracy by votes; None if exact figures may be shown. With votes, the other fields are for the gate
+    alone, and there are no samples.
+    """
 
     metrics: dict[str, Figure]
     interval: tuple[Figure, Figure]
     sources: tuple[JsonObject, ...] = ()
     samples: tuple[SampledAnswer, ...] = ()
+    accuracy_votes: float | None = None
+
+    @property
+    def shown_metrics(self) -> dict[str, Figure]:
+        """The metrics that users may see."""
+        return self.metrics if self.accuracy_votes is None else {ACCURACY_VOTES: self.accuracy_votes}
+
+    @property
+    def independent_pairs(self) -> int:
+        """The number of held-out prompts; it is below the number of pairs if some share a prompt."""
+        return int(self.metrics.get("eval/prompts", self.metrics["eval/pairs"]))
 
 
 class RescoredDetails(Details):

@@ -3,6 +3,8 @@
 A name in angle brackets stands for a type of loss, or for the name of a source.
 """
 
+from training.contract.protocol.votes import ACCURACY_VOTES, WIN_VOTES
+
 # Of a step: means over the pairs of the global batch.
 STEP_METRICS = {
     "loss": "The loss.",
@@ -31,4 +33,9 @@ HELD_OUT_METRICS = {
     "eval/sources/<name>/rewards/margins": "Their mean margin.",
     "eval/sources/<name>/rewards/accuracies": "Their accuracy.",
     "eval/sources/<name>/pairs": "Their number.",
+}
+# With `evaluation.disclosure: votes`, instead of all held-out metrics.
+VOTED_METRICS = {
+    ACCURACY_VOTES: "The accuracy, as the mean of 100 votes.",
+    WIN_VOTES: "The share of pairs with a lower loss than the champion's, as the mean of 100 votes; ties count half.",
 }

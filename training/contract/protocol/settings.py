@@ -236,7 +236,8 @@ class TrainingSpec(TrainingSettings):
 class EvaluationRules(Evaluation, Answering):
     """The recipe's part of `evaluation_spec`.
 
-    An evaluation takes its loss from the policy. It is repeated here because the fingerprints of stored specs cover it.
+    An evaluation takes its loss from the policy. It is repeated here because the fingerprints of stored specs cover it. The
+    budget of disclosure changes no result, so a key lacks it.
     """
 
     loss: Loss
@@ -244,6 +245,9 @@ class EvaluationRules(Evaluation, Answering):
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
         return cls(**join_fields(recipe.evaluation, Answering.of(recipe)), loss=recipe.training.loss)
+
+    def unused_fields(self) -> Collection[str]:
+        return (*super().unused_fields(), "disclosure_budget")
 
 
 class EvaluationSpec(EvaluationRules):
