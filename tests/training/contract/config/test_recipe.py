@@ -14,7 +14,7 @@ from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
 from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError
-from training.contract.protocol.settings import EvaluationRules, PreferencesSettings, ReleasedModelSettings
+from training.contract.protocol.settings import EvaluationRules, PreferencesSettings
 
 SHORT: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}]},
@@ -378,11 +378,7 @@ def test_every_field_has_a_description_in_the_json_schema() -> None:
 def test_only_disclosure_by_votes_is_in_the_key_of_an_evaluation() -> None:
     plain, exact, votes = (
         key_settings(EvaluationRules.of(recipe(text)))
-        for text in (
-            "{}",
-            "evaluation: {disclosure: exact, disclosure_budget: 0.5}",
-            "{evaluation: {disclosure: votes}, release: {model_name: demo, gate: {type: ladder}}}",
-        )
+        for text in ("{}", "evaluation: {disclosure: exact, disclosure_budget: 0.5}", "evaluation: {disclosure: votes}")
     )
     assert exact == plain and votes == {**plain, "disclosure": "votes"}
 
@@ -392,31 +388,8 @@ def test_disclosure_budget_above_one_is_refused() -> None:
         recipe("evaluation: {disclosure_budget: 1.5}")
 
 
-def test_settings_of_a_release_may_have_the_fields_of_the_gate_anytime() -> None:
-    found = recipe("release: {model_name: demo, gate: {clip: 2.0, held_out_evidence: false}}")
-    assert key_settings(ReleasedModelSettings.of(found))["gate"]["clip"] == 2.0
-
-
 def test_resolved_recipe_with_the_gate_ladder_resolves_to_itself() -> None:
     resolved = recipe("release: {model_name: demo, gate: {type: ladder}}")
     assert Recipe.model_validate(resolved.model_dump(mode="json")) == resolved
     with pytest.raises(ValidationError, match="has no `alpha`"):
         recipe("release: {model_name: demo, gate: {type: ladder, alpha: 0.2}}")
-
-
-@pytest.mark.parametrize(
-    ("gate", "accepted"),
-    [
-        ("type: ladder", True),
-        ("held_out_evidence: false, clip: 2.0", True),
-        ("clip: 2.0", False),
-        ("held_out_evidence: false", False),
-    ],
-)
-def test_votes_need_a_gate_whose_ledger_shows_no_held_out_pair(gate: str, accepted: bool) -> None:
-    text = f"{{evaluation: {{disclosure: votes}}, release: {{model_name: demo, gate: {{{gate}}}}}}}"
-    if accepted:
-        assert not recipe(text).evaluation.is_exact
-    else:
-        with pytest.raises(ValidationError, match="held_out_evidence: false"):
-            recipe(text)
