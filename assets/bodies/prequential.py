@@ -91,15 +91,14 @@ def _score(
     services, log = context.services, context.dagster.log
     contestants = find_contestants(context.pipeline, services, context.history.fingerprint(AssetName.BASE_MODEL))
     rows = context.history.fingerprint(AssetName.RAW_PREFERENCES)
-    tested = [found for found in contestants.all if fresh_rows(services.store, found, rows)]
+    tested = [found for found in contestants.all if fresh_rows(context.pipeline, services.store, found, rows)]
     if contestants.champion not in tested:
-        nothing = _NothingArrived(arrival, fingerprint(context.asset, []), {}, contestants.skipped)
+        nothing = _NothingArrived(arrival, fingerprint(context.asset, []), {"policies.json": []}, contestants.skipped)
         return _with_changes(context, publish_resolved(services, PREQUENTIAL_EVALUATION, nothing, log)), {}
     for text in contestants.skipped:
         log_message(services, log, context.asset, text)
-    inputs = {
-        name: context.history.fingerprint(name) for name in (AssetName.RAW_PREFERENCES, AssetName.TOKENIZED_PAIRS)
-    }
+    made_of = (RAW_PREFERENCES.name, TOKENIZED_PAIRS.name)
+    inputs = {name: context.history.fingerprint(name) for name in made_of}
     policies = tuple(_to_score(context, contestant, inputs) for contestant in tested)
     settings = PrequentialSettings.of(context.pipeline.recipe, tested[0].policy, policies)
     work = JobSpec("prequential", settings)

@@ -12,6 +12,7 @@ from training.contract.errors import StoreError, without_code
 from training.contract.files.prompt_digests import fresh_prompts
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION, AssetName
+from training.contract.protocol.prequential import scored_split
 from training.contract.protocol.settings import RecordedSettings
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
@@ -50,10 +51,10 @@ class Contestants:
         return () if self.champion is None else (self.champion, *self.candidates)
 
 
-def fresh_rows(store: Store, contestant: Contestant, rows: str) -> dict[int, bytes]:
+def fresh_rows(pipeline: Pipeline, store: Store, contestant: Contestant, rows: str) -> dict[int, bytes]:
     """Return the rows of the `raw_preferences` with the fingerprint `rows` whose prompts the contestant has not seen."""
     seen = [store.folder(AssetName.RAW_PREFERENCES, digest) for digest in contestant.seen_rows]
-    return fresh_prompts(store.folder(AssetName.RAW_PREFERENCES, rows), seen)
+    return fresh_prompts(store.folder(AssetName.RAW_PREFERENCES, rows), seen, scored_split(pipeline.recipe))
 
 
 class _UnscorableError(Exception):

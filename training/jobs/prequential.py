@@ -120,7 +120,7 @@ def _score_policy(
     weights, reference = job.inputs[policy.policy], job.inputs[policy.reference]
     pairs = Pairs.open(job.inputs[policy.pairs].folder)
     seen = [job.inputs[name].folder for name in policy.seen_rows]
-    prompts = fresh_prompts(job.inputs[AssetName.RAW_PREFERENCES].folder, seen)
+    prompts = fresh_prompts(job.inputs[AssetName.RAW_PREFERENCES].folder, seen, context.settings.split)
     positions_V = _fresh_positions(pairs, prompts, [job.inputs[name] for name in policy.seen_pairs])
     context.events.phase(f"score {len(positions_V):,} fresh pairs with the policy {short(weights.fingerprint)}")
 

@@ -196,7 +196,7 @@ class _Planner:
             contestants = find_contestants(self.pipeline, self.services, base_model)
         except RegistryError:
             return {}
-        fresh = [len(fresh_rows(self.services.store, found, rows)) for found in contestants.all]
+        fresh = [len(fresh_rows(self.pipeline, self.services.store, found, rows)) for found in contestants.all]
         is_any = bool(fresh and fresh[0])
         return {"new_pairs": fresh[0] if is_any else 0, "policies": sum(map(bool, fresh)) if is_any else 0}
 

@@ -34,7 +34,10 @@ def decide_release(
     else:
         decision = hypotheses.decide(version, champion)
     if version.weights == champion.weights and not decision.promote:
-        decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])
+        reasons = list(_same_policy_reasons(version, champion))
+        if hypotheses is not None and not reasons:
+            reasons = ["its policy is the champion's"]
+        decision = replace(decision, reasons=[*decision.reasons, *reasons])
     return _keep_rolled_back(candidate, version, decision)
 
 

@@ -60,7 +60,7 @@ class Hypotheses:
             return Decision(False, reasons, figures)
         policy = self.candidate.inputs[AssetName.POLICY]
         if policy == champion.fingerprint_of(AssetName.POLICY):
-            return Decision(False, ["its policy is the champion's"], figures)
+            return Decision(False, [], figures)  # the caller says so
         known = self.ledger.of_policy(policy)
         if known and known[-1].champions_policy == champion.fingerprint_of(AssetName.POLICY):
             return self._decide_known(known[-1], version, figures)
@@ -108,9 +108,13 @@ class Hypotheses:
         pairs: PairedScores,
         is_first: bool,
     ) -> Hypothesis:
-        """Write a new hypothesis. With `is_first`, the held-out pairs that do not choose the clip are bet on."""
+        """Write a new hypothesis. With `is_first`, the held-out pairs that do not choose the clip are bet on.
+
+        With votes, exact differences of held-out pairs stay hidden: arriving pairs choose the clip.
+        """
         pipeline = self.candidate.context.pipeline
-        differences = list(prompt_differences(pairs).values())
+        is_exact = pipeline.recipe.evaluation.disclosure == "exact"
+        differences = list(prompt_differences(pairs).values()) if is_exact else []
         clip, used = choose_clip(differences, pairs.measure, pipeline.recipe.release.gate)
         champions_evaluation, champions_policy = map(champion.fingerprint_of, (AssetName.EVALUATION, AssetName.POLICY))
         assert champions_evaluation is not None, "it was compared"

@@ -135,9 +135,9 @@ class Standing:
         )
         if last.clipped:
             text += f"; {last.clipped:.1%} of the differences are clipped at {entry.clip:.4g}"
-        return f"{text}; {self._outlook()}"
+        return f"{text}; {self._prompts_left()}"
 
-    def _outlook(self) -> str:
+    def _prompts_left(self) -> str:
         needed = self.entry.prompts_needed
         if self.is_reached:
             return "the level is reached"

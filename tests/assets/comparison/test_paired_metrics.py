@@ -124,8 +124,8 @@ MEASURES = {
 def test_common_measure_depends_on_loss_and_reference(
     tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: GateMetric
 ):
-    evaluations = (evaluated(Store(tmp_path / "store"), *arguments) for arguments in (candidate, champion))
-    assert common_measure(*evaluations) == measure
+    one, other = (evaluated(Store(tmp_path / "store"), *arguments) for arguments in (candidate, champion))
+    assert common_measure(one, other) == measure
 
 
 def scored(chosen: Sequence[float], reference: Sequence[float]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from workflows.state.status import status
 
 _FORMATS = ("{:.4f}", "{:.4g}", "{:.6f}", "{:.1%}", "{!r}")
 _TRIVIAL = (0.0, 0.5, 1.0)  # these occur elsewhere
+_TIMES = re.compile("seconds|per_second|_mb")  # may equal a hidden number by chance
 
 
 def shown_texts(baseline: Baseline, name: str, report: RunReport) -> Iterator[tuple[str, str]]:
@@ -47,7 +48,8 @@ def _of_dagster(instance: dg.DagsterInstance, run_id: str) -> Iterator[tuple[str
         event = entry.dagster_event
         if event is not None and event.is_step_materialization:
             recorded = event.step_materialization_data.materialization
-            yield f"metadata of {recorded.asset_key.path[-1]}", str(plain_values(recorded.metadata))
+            shown = {name: value for name, value in plain_values(recorded.metadata).items() if not _TIMES.search(name)}
+            yield f"metadata of {recorded.asset_key.path[-1]}", str(shown)
         elif event is not None and event.event_type == dg.DagsterEventType.ASSET_CHECK_EVALUATION:
             check = event.asset_check_evaluation_data
             yield f"check {check.check_name}", f"{check.description} {plain_values(check.metadata)}"

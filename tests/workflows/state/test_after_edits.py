@@ -95,7 +95,7 @@ def test_version_tags_after_an_edit_are_the_current_lineage(baseline: Baseline, 
     released = baseline.services.registry.resolve(f"models:/plain/{version.number}")
     assert (released / "chat_template.jinja").read_text().startswith("{#- of now -#}")
     assert re.fullmatch(
-        r"held-out accuracy 0\.\d+ .* floor of 1; .*; .*policy .*champion.* tokenizer or chat template.* alias .*",
+        r"held-out accuracy 0\.\d+ .* floor of 1; .*policy .*champion.* tokenizer or chat template.* alias .*",
         version.tags["pedigree.reasons"],
     )
     shown = [latest(baseline.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
@@ -176,6 +176,9 @@ def test_picture_of_a_reused_artifact_is_drawn_once(
         pipeline, shown = run(baseline, sandbox).pipeline, {"tokenized_pairs": "lengths", "policy": "rewards"}
         return [latest(baseline.instance, pipeline.key(asset)).metadata[name] for asset, name in shown.items()]
 
+    field("release.model_name", "pictures")(sandbox)
+    field("release.gate.type", "ladder")(sandbox)  # the other one draws its evidence
+    run(baseline, sandbox)
     monkeypatch.setattr(Figure, "savefig", counted)
     first = pictures()
     assert [text.partition("]")[0] for text in first] == ["![sequence lengths", "![rewards by step"] and drawn == []
@@ -215,7 +218,8 @@ def test_artifacts_of_one_run_are_made_from_one_another(baseline: Baseline, sand
     """During the scoring of new pairs another run records the previous pairs."""
     data_lines(lambda rows: rows[:-1])(sandbox)
     outcomes = run_with_another(baseline, sandbox, "reference_logprobs")
-    computed = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
+    made = ("raw_preferences", "tokenized_pairs", "reference_logprobs", "prequential_evaluation", "policy")
+    computed = {*made, "evaluation", "released_model"}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"preference_source", *computed}
     pipeline = load_recipe(sandbox.folder).pipeline
     found = causes(pipeline, baseline)
@@ -564,10 +568,11 @@ def test_run_started_in_dagster_is_tagged_with_its_process(baseline: Baseline, s
 
 def test_run_with_another_recipes_policy_shows_its_own_recipe(baseline: Baseline, sandbox: Sandbox):
     """A copy under another name and for another model reuses the policy, and has its own run in MLflow."""
+    computed = {"prequential_evaluation", "released_model"}  # of this name and model
     field("release.model_name", "copied")(sandbox)
     edits.another_name(sandbox)
     report = materialize(load_recipe(sandbox.folder), baseline.services, baseline.instance)
-    assert {asset.asset for asset in report.assets if asset.outcome == "computed"} == {"released_model"}
+    assert {asset.asset for asset in report.assets if asset.outcome == "computed"} == computed
     run = MlflowClient(baseline.services.registry.tracking_uri).get_run(report.mlflow_run_id)
     assert run.data.params["release.model_name"] == "copied" and run.data.tags["recipe"] == "renamed"
     assert run.data.params["data.sources.0.path"] == str(sandbox.folder / "preferences.jsonl")
@@ -592,6 +597,7 @@ def test_alias_moved_by_a_user_stays(baseline: Baseline, sandbox: Sandbox):
     client, registry = MlflowClient(baseline.services.registry.tracking_uri), baseline.services.registry
     first = registry.champion("plain").number
     field("training.seed", 1)(sandbox)
+    field("release.gate.type", "ladder")(sandbox)
     pipeline = run(baseline, sandbox).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
     refused = "only 8 held-out pairs .* 10 prompts .* alias .*"
@@ -783,7 +789,7 @@ def test_missing_version_is_reported_by_status_and_plan(baseline: Baseline, sand
     assert (tags["pedigree.champion"], tags["pedigree.reasons"]) == ("yes", reasons)
     client.delete_model_version("plain", str(version.number))
     found = status(loaded.pipeline, baseline.services, baseline.instance)
-    assert found[-1] == AssetStatus("released_model", "stale", (cause,), key)
+    assert found[-1] == AssetStatus("released_model", "stale", (cause,), key, notes=found[-1].notes)
     assert {asset.state for asset in found[:-1]} == {"fresh"}
     planned = plan(loaded.pipeline, baseline.services, baseline.instance)[-1]
     assert (planned.asset, planned.action, planned.causes) == ("released_model", "compute", (cause,))

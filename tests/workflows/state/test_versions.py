@@ -40,7 +40,12 @@ pytestmark = pytest.mark.slow
 
 # Of 24 pairs enough are held out for the gate, and more steps give a clearly lower loss.
 FAST = {"max_steps": 2, "batch_size": 4, "optimizer": {"learning_rate": 1e-2}}
-RECIPE = {**PLAIN, "data": {**PLAIN["data"], "validation_fraction": 0.5}, "training": FAST}
+RECIPE = {
+    **PLAIN,
+    "data": {**PLAIN["data"], "validation_fraction": 0.5},
+    "training": FAST,
+    "release": {**PLAIN["release"], "gate": {"type": "ladder"}},
+}
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_rolled_back_policy_does_not_return_as_another_version(baseline: Baselin
     assert (again.model_version, again.is_champion, registry.champion("plain").number) == ("3", False, 1)
     rolled_back = "[^;]*version 2[^;]*rolled back"
     assert re.fullmatch(f"{rolled_back}; {re.escape(promoted.reasons)}", again.reasons or "")
-    below = run(baseline, training=longer, release={"gate": {"min_accuracy": 1.0}})
+    below = run(baseline, training=longer, release={"gate": {"type": "ladder", "min_accuracy": 1.0}})
     assert (below.model_version, below.is_champion) == ("4", False)
     refused = f"{rolled_back}; held-out accuracy .* floor of 1; {re.escape(promoted.reasons)}"
     assert re.fullmatch(refused, below.reasons or "")
@@ -96,7 +101,9 @@ def test_a_floor_of_one_source_decides_over_all_the_others(baseline: Baseline):
     sets = [{"path": f"{name}.jsonl", "name": name, "held_out": True} for name in ("right", "wrong")]
     data = {"sources": [{"path": "train.jsonl"}, *sets], "validation_fraction": 0}
     asked: dict[str, dict[str, Any]] = {"training": {"max_steps": 8}, "data": data}
-    floored = run(baseline, **asked, release={"gate": {"min_accuracy_of": {"right": 0.5, "wrong": 0.5}}})
+    floored = run(
+        baseline, **asked, release={"gate": {"type": "ladder", "min_accuracy_of": {"right": 0.5, "wrong": 0.5}}}
+    )
     found = {name: floored.metrics[f"eval/sources/{name}/rewards/accuracies"] for name in ("right", "wrong")}
     assert found["right"] > 0.5 > found["wrong"], "only one floor is missed"
     assert floored.metrics["eval/rewards/accuracies"] == sum(found.values()) / 2, "both have four pairs"

@@ -26,10 +26,17 @@ def prompt_digests(folder: Path, split: str | None = None) -> Iterator[bytes]:
             yield from map(prompt_digest, rows["prompt"].to_pylist())
 
 
-def fresh_prompts(new: Path, seen: Sequence[Path]) -> dict[int, bytes]:
-    """Return the rows of `new` whose prompts are in none of the folders `seen`, with the digests of their prompts."""
+def fresh_prompts(new: Path, seen: Sequence[Path], split: str | None = None) -> dict[int, bytes]:
+    """Return the rows of `new` whose prompts are in none of the folders `seen`, with the digests of their prompts.
+
+    With `split`, return only rows of that split.
+    """
     known = frozenset[bytes]().union(*map(_all_digests, seen))
-    return {row: digest for row, digest in enumerate(prompt_digests(new)) if digest not in known}
+    fresh = {row: digest for row, digest in enumerate(prompt_digests(new)) if digest not in known}
+    if split is None:
+        return fresh
+    splits = pq.read_table(new / PREFERENCES_FILE, columns=["split"])["split"].to_pylist()
+    return {row: digest for row, digest in fresh.items() if splits[row] == split}
 
 
 @lru_cache(maxsize=32)

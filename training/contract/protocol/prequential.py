@@ -52,13 +52,15 @@ class ArrivalSettings(Settings):
 class PrequentialSettings(Settings):
     """The scores of arriving pairs. `champion`: the fingerprint of its policy, the first of `policies`.
 
-    `scoring`: the version of the scoring algorithm.
+    `scoring`: the version of the scoring algorithm. `split`: the split of the scored rows; None: all rows. With votes it is
+    `train`, because exact scores of held-out pairs stay hidden.
     """
 
     champion: str
     policies: tuple[PolicyToScore, ...]
     dtype: Dtype
     scoring: str
+    split: AddedLater[str | None] = None
     software: AddedLater[Software] = Field(default={})
 
     @classmethod
@@ -69,8 +71,14 @@ class PrequentialSettings(Settings):
             policies=policies,
             dtype=recipe.reference.dtype,
             scoring=SCORING_VERSION,
+            split=scored_split(recipe),
             software=software,
         )
+
+
+def scored_split(recipe: Recipe) -> str | None:
+    """Return the split of the arriving rows that may be scored; None: all rows."""
+    return "train" if recipe.evaluation.disclosure == "votes" else None
 
 
 class RecordedPolicies(StoredModel):
