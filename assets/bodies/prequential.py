@@ -48,6 +48,7 @@ def prequential_evaluation(context: AssetContext) -> dg.MaterializeResult:
     details = scored.artifact.details
     for text in details.notes:
         log_message(services, log, context.asset, text)
+    notes = {"notes": dg.MetadataValue.md("\n\n".join(details.notes))} if details.notes else {}
     rows = [
         {
             "policy": short(found.policy),
@@ -62,7 +63,7 @@ def prequential_evaluation(context: AssetContext) -> dg.MaterializeResult:
         for found in details.policies
     ]
     figures = {**optional_table("policies", rows, _COLUMNS), **_champions_figures(details)}
-    return scored.result(of_arrival(details), {}, figures, [checks.fresh(context.services.store, scored.artifact)])
+    return scored.result(of_arrival(details), notes, figures, [checks.fresh(context.services.store, scored.artifact)])
 
 
 def _champions_figures(details: PrequentialDetails) -> dict[str, float]:

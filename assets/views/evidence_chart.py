@@ -19,9 +19,9 @@ _SMALLEST = 1e-6  # on the logarithmic axis of the evidence
 
 
 def evidence_picture(comparisons: Sequence[Comparison]) -> dict[str, dg.MarkdownMetadataValue]:
-    """Return the metadata `evidence` with the picture of the newest comparisons; nothing if none has bet yet."""
+    """Return the metadata `confidence_sequence` with the picture of the newest comparisons; nothing if none has bet yet."""
     figure = _draw(comparisons)
-    return {} if figure is None else {"evidence": picture(figure, "evidence of the waiting candidates")}
+    return {} if figure is None else {"confidence_sequence": picture(figure, "evidence of the waiting candidates")}
 
 
 def evidence_svg(comparisons: Sequence[Comparison]) -> str:

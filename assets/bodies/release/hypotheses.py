@@ -16,6 +16,7 @@ from assets.bodies.release.pages import describe_promoted
 from assets.comparison.champion import score_against_champion
 from assets.comparison.contestants import WAITING
 from assets.comparison.evidence import arriving_scores, bet_differences, rows_of_evaluation
+from assets.execution.job_log import log_message
 from model_registry.gate.anytime import Standing, choose_clip, place_bet, prompt_differences
 from model_registry.gate.ledger import MOST_BETS, HeldOut, Hypothesis, Ledger, State, now
 from model_registry.gate.scores import Decision, PairedScores, floor_problems, values_problem
@@ -47,8 +48,7 @@ class Hypotheses:
         if (scores := self._arrived(champion)) is not None:
             for entry in self._waiting:
                 self._bet(entry, scores)
-        for entry in self._waiting[WAITING:]:
-            self._end(entry, State.RETIRED, f"it retired: {WAITING} newer candidates of {entry.recipe} wait")
+        self._retire()
         return self._promote_best(champion)
 
     def decide(self, version: Version, champion: Version) -> Decision:
@@ -69,6 +69,7 @@ class Hypotheses:
             return Decision(False, problems, figures)
         is_first = gate.held_out_evidence and not any(entry.held_out for entry in known)
         entry = self._start(version, evaluation, champion, pairs, is_first)
+        self._retire()
         return self._decision(Standing.of(entry, self.ledger), figures)
 
     def promoted(self, version: Version) -> None:
@@ -153,7 +154,7 @@ class Hypotheses:
         version = self._version(entry)
         evaluation = None if version is None else self._evaluation(version)
         if version is None or evaluation is None:
-            self.news.append(f"version {entry.candidate} waits no longer: it, or its evaluation, is missing")
+            self._announce(f"version {entry.candidate} waits no longer: it, or its evaluation, is missing")
         elif self.candidate.registry.rolled_back(version) is None:
             pairs = self._compare(evaluation, champion)
             if not _values_problems(pairs):
@@ -194,6 +195,10 @@ class Hypotheses:
         if len(entry.bets) >= MOST_BETS and not Standing.of(entry, self.ledger).is_reached:
             self._end(entry, State.RETIRED, f"it retired after {MOST_BETS} bets")
 
+    def _retire(self) -> None:
+        for entry in self._waiting[WAITING:]:
+            self._end(entry, State.RETIRED, f"it retired: {WAITING} newer candidates of {entry.recipe} wait")
+
     def _promote_best(self, champion: Version) -> bool:
         """Promote the waiting candidate with the most evidence to spare, if one reaches its level."""
         standings = [Standing.of(entry, self.ledger) for entry in self._waiting]
@@ -206,7 +211,7 @@ class Hypotheses:
             if self.candidate.registry.promote(version, over=champion):
                 self._record_promotion(standing.entry)
                 describe_promoted(self.candidate, version, str(standing))
-                self.news.append(f"version {version.number} became champion: {standing}")
+                self._announce(f"version {version.number} became champion: {standing}")
                 return True
         return False
 
@@ -236,9 +241,14 @@ class Hypotheses:
     def _end(self, entry: Hypothesis, state: State, reason: str) -> None:
         self.ledger = self.ledger.write(entry.end(state, reason))
         if state == State.RETIRED:
-            self.news.append(f"version {entry.candidate}: {reason}")
+            self._announce(f"version {entry.candidate}: {reason}")
             if (version := self._version(entry)) is not None:
                 self.candidate.registry.tag(version, {REASONS_TAG: f"{reason}; {Standing.of(entry, self.ledger)}"})
+
+    def _announce(self, text: str) -> None:
+        self.news.append(text)
+        context = self.candidate.context
+        log_message(context.services, context.dagster.log, AssetName.RELEASED_MODEL, text)
 
     def _note(self, entry: Hypothesis) -> None:
         """Write the evidence so far on the candidate's version."""

@@ -203,8 +203,6 @@ def _settle(candidate: Candidate) -> tuple[Version | None, Hypotheses | None]:
     hypotheses = Hypotheses.read(candidate)
     while champion is not None and hypotheses.settle(champion):
         champion = registry.champion(candidate.name)
-    for text in hypotheses.news:
-        log_message(candidate.context.services, candidate.context.dagster.log, AssetName.RELEASED_MODEL, text)
     return champion, hypotheses
 
 
@@ -218,10 +216,10 @@ def _promote(candidate: Candidate, version: Version) -> tuple[Decision, Version,
     news: list[str] = []
     while True:
         champion, hypotheses = _settle(candidate)
-        news += hypotheses.news if hypotheses else []
         decision = decide_release(candidate, version, champion, hypotheses)
         decision = shown_decision(candidate, version, champion, decision)
         version = registry.tag(version, {REASONS_TAG: "; ".join(decision.reasons), **win_tags(decision)})
+        news += hypotheses.news if hypotheses else []
         if not decision.promote or registry.promote(version, over=champion):
             if hypotheses and decision.promote:
                 hypotheses.promoted(version)

@@ -218,8 +218,8 @@ def test_artifacts_of_one_run_are_made_from_one_another(baseline: Baseline, sand
     """During the scoring of new pairs another run records the previous pairs."""
     data_lines(lambda rows: rows[:-1])(sandbox)
     outcomes = run_with_another(baseline, sandbox, "reference_logprobs")
-    made = ("raw_preferences", "tokenized_pairs", "reference_logprobs", "prequential_evaluation", "policy")
-    computed = {*made, "evaluation", "released_model"}
+    scored = ("reference_logprobs", "prequential_evaluation")
+    computed = {"raw_preferences", "tokenized_pairs", *scored, "policy", "evaluation", "released_model"}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"preference_source", *computed}
     pipeline = load_recipe(sandbox.folder).pipeline
     found = causes(pipeline, baseline)
