@@ -68,6 +68,7 @@ bench: install
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.gate.simulation
 	$(BIN)/python -m benchmarks.gate.boosting_attack
+	$(BIN)/python -m benchmarks.gate.arrival_cost $(BENCH_DATA)
 	$(BIN)/python -m benchmarks.short_prompts $(BENCH_DATA)
 	$(BIN)/python -m benchmarks.preparation $(BENCH_DATA)
 	$(BIN)/python -m benchmarks.training $(BENCH_DATA)
