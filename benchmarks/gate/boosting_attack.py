@@ -35,6 +35,9 @@ CHANCE = 0.5
 
 Ranks = npt.NDArray[np.int8]  # 1: the pair is ranked rightly, -1: wrongly
 Kept = npt.NDArray[np.bool_]
+_DESCRIPTION = """ <title>The boosting attack on a public score</title>
+ <desc>Score of the majority vote over the number of random submissions. The exact score rises furthest, the mean of votes less,
+  the ladder least. The truth on fresh pairs stays at one half.</desc>"""
 
 
 def share_right(ranks_AN: Ranks) -> Floats:
@@ -153,6 +156,9 @@ def draw(attacks: dict[str, Attack], path: Path) -> None:
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    if path.suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(" <metadata>", f"{_DESCRIPTION}\n <metadata>", 1), encoding="utf-8")
 
 
 def rows(attacks: dict[str, Attack]) -> list[list[str]]:

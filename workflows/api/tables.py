@@ -17,6 +17,7 @@ from assets.views.pair_reader import read_pairs
 from training.contract.errors import UsageError
 from training.contract.protocol.artifacts import KINDS, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.events import read_events
+from training.contract.protocol.prequential import SCORES_FILE
 from training.contract.store.artifact import Artifact
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Store
@@ -86,10 +87,16 @@ def _evaluation(_: Store, evaluation: Artifact) -> pa.Table:
     return pq.read_table(evaluation.file("pairs.parquet"))
 
 
+def _prequential_evaluation(_: Store, scores: Artifact) -> pa.Table:
+    """Return one row for each policy and pair; no row and no column if nothing had arrived."""
+    return pq.read_table(scores.file(SCORES_FILE)) if SCORES_FILE in scores.manifest.files else pa.table({})
+
+
 _TABLES: dict[str, Callable[[Store, Artifact], pa.Table]] = {
     AssetName.RAW_PREFERENCES: _raw_preferences,
     AssetName.TOKENIZED_PAIRS: _tokenized_pairs,
     AssetName.REFERENCE_LOGPROBS: _reference_logprobs,
+    AssetName.PREQUENTIAL_EVALUATION: _prequential_evaluation,
     AssetName.EVALUATION: _evaluation,
 }
 

@@ -24,7 +24,7 @@ from model_registry.gate.scores import GateMetric, PairedScores
 from training.contract.config.release import Gate
 
 CLIP_DEVIATIONS = 4
-CLIP_PROMPTS = 20  # at least; a fifth of the held-out prompts
+CLIP_PROMPTS = 10  # at least; a fifth of the held-out prompts
 _LARGEST_EXPONENT = 700.0
 
 
