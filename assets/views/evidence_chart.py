@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#2a9d8f", "#e76f51", "#264653", "#6d597a", "#b5838d", "#457b9d")
+_SHOWN = ("waiting", "promoted")
 _SMALLEST = 1e-6  # on the logarithmic axis of the evidence
 
 
@@ -36,8 +37,8 @@ def evidence_svg(comparisons: Sequence[Comparison]) -> str:
 
 
 def _draw(comparisons: Sequence[Comparison]) -> "Figure | None":
-    """Draw the newest comparisons, as many as there are colours."""
-    shown = [found for found in comparisons if found.evidence][: len(_COLOURS)]
+    """Draw the newest waiting and promoted comparisons, as many as there are colours."""
+    shown = [found for found in comparisons if found.evidence and found.state in _SHOWN][: len(_COLOURS)]
     if not shown:
         return None
     figure = new_figure()
@@ -46,7 +47,7 @@ def _draw(comparisons: Sequence[Comparison]) -> "Figure | None":
         _draw_differences(differences, comparison, colour)
         _draw_evidence(evidence, comparison, colour)
     differences.axhline(0, color="#888", linewidth=0.8)
-    differences.set(xlabel="prompts", title="mean difference, positive: better (95% at any time)")
+    differences.set(xlabel="prompts", title="mean difference / largest counted one")
     evidence.axhline(1, color="#888", linewidth=0.8)
     evidence.set(xlabel="prompts", yscale="log", title="evidence times level: champion at 1")
     for axes in (differences, evidence):
@@ -58,8 +59,9 @@ def _draw(comparisons: Sequence[Comparison]) -> "Figure | None":
 def _draw_differences(axes: "Axes", comparison: Comparison, colour: str) -> None:
     prompts = list(accumulate(bet.prompts for bet in comparison.evidence))
     label = f"{comparison.candidate} against {comparison.champion}"
-    axes.plot(prompts, [bet.mean for bet in comparison.evidence], color=colour, marker="o", markersize=3, label=label)
-    low, high = ([getattr(bet, name) for bet in comparison.evidence] for name in ("low", "high"))
+    unit = comparison.clip or 1.0
+    low, mean, high = ([getattr(bet, name) / unit for bet in comparison.evidence] for name in ("low", "mean", "high"))
+    axes.plot(prompts, mean, color=colour, marker="o", markersize=3, label=label)
     axes.vlines(prompts, low, high, color=colour, alpha=0.4, linewidth=3)
     axes.fill_between(prompts, low, high, color=colour, alpha=0.12)
 

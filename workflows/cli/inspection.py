@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from assets.views.pages import write_page
+from model_registry.gate.anytime import shown_amount
 from model_registry.gate.history import Comparison, ModelHistory, model_history
 from training.contract.errors import StoreError, UsageError
 from workflows.cli import tables
@@ -97,7 +98,7 @@ def _show_comparison(console: Console, comparison: Comparison) -> None:
     reason = f": {comparison.reason}" if comparison.reason else ""
     console.print(
         f"Hypothesis {comparison.number}, version {comparison.candidate} against version {comparison.champion}: "
-        f"{comparison.state}{reason}; evidence needed {comparison.evidence_needed:.3g}",
+        f"{comparison.state}{reason}; evidence needed {shown_amount(comparison.evidence_needed)}",
         markup=False,
         soft_wrap=True,
     )
@@ -108,5 +109,5 @@ def _show_comparison(console: Console, comparison: Comparison) -> None:
     )
     for bet in comparison.evidence:
         mean = f"{bet.mean:.3g} ({bet.low:.3g} to {bet.high:.3g})"
-        table.add_row(bet.time, bet.pairs, f"{bet.prompts:,}", f"{bet.evidence:.3g}", mean, f"{bet.clipped:.1%}")
+        table.add_row(bet.time, bet.pairs, f"{bet.prompts:,}", shown_amount(bet.evidence), mean, f"{bet.clipped:.1%}")
     console.print(table)

@@ -26,6 +26,7 @@ from training.contract.config.release import Gate
 CLIP_DEVIATIONS = 4
 CLIP_PROMPTS = 10  # at least; a fifth of the held-out prompts
 _LARGEST_EXPONENT = 700.0
+_THOUSAND = 1000
 
 
 def prompt_differences(pairs: PairedScores) -> dict[str, float]:
@@ -160,5 +161,11 @@ def amount(log: float) -> float:
 
 
 def shown(log: float) -> str:
-    """Return the evidence with three digits: `0.87`, `54.8`, `1.2e+09`."""
-    return f"{amount(log):.3g}" if log < _LARGEST_EXPONENT else f"e^{log:.0f}"
+    """Return the evidence with three digits: `0.87`, `54.8`, `1,330`, `1.2e+09`."""
+    return shown_amount(amount(log)) if log < _LARGEST_EXPONENT else f"e^{log:.0f}"
+
+
+def shown_amount(value: float) -> str:
+    """Return a number with three digits; thousands are whole, and millions have an exponent."""
+    is_thousand = _THOUSAND <= abs(value) < _THOUSAND**2
+    return f"{float(f'{value:.3g}'):,.0f}" if is_thousand else f"{value:.3g}"
