@@ -5,6 +5,7 @@ equal tokens; a duplicate counts once. After a change of template or tokenizer t
 identified by their messages, and only the ranking of chosen over rejected is compared.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 from assets.views.pair_reader import SIDES
 from model_registry.gate.scores import GateMetric, Prompts, Values
 from training.contract.config.json_object import JsonObject
+from training.contract.config.loss import Loss
 from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.artifacts import AssetName
@@ -87,30 +89,43 @@ def margin(row: Row, other: Row | None = None) -> float:
     return float(chosen - rejected)
 
 
-def scale(evaluation: Artifact) -> dict[str, str]:
+def logistic_loss(row: Row) -> float:
+    """Return -log sigmoid of the reward margin, the loss of DPO. It does not depend on other pairs."""
+    margin = float(row["margin"])
+    return math.log1p(math.exp(-abs(margin))) + max(0.0, -margin)
+
+
+def scale(evaluation: Artifact, is_by_prompt: bool = False) -> dict[str, str]:
     """Return the inputs of its losses besides the policy. Losses of two evaluations are comparable only if these are equal.
 
     They are the loss settings, the reference if the loss needs it, and the pairs if a pair's loss depends on the batch. The
-    field `weighting` is left out: it applies to training pairs only.
+    field `weighting` is left out: it applies to training pairs only. `is_by_prompt` as in `common_measure`.
     """
-    loss = RecordedSettings.model_validate(evaluation.derivation.settings).loss.model_copy(update={"weighting": None})
-    is_used = {_REFERENCE: loss.needs_reference, AssetName.TOKENIZED_PAIRS: loss.depends_on_batch}
+    loss = _recorded_loss(evaluation).model_copy(update={"weighting": None})
+    is_used = {
+        _REFERENCE: loss.needs_reference or (is_by_prompt and loss.depends_on_batch),
+        AssetName.TOKENIZED_PAIRS: loss.depends_on_batch and not is_by_prompt,
+    }
     inputs = evaluation.derivation.inputs
     return {"loss": loss.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in is_used if is_used[kind]}}
+
+
+def _recorded_loss(evaluation: Artifact) -> Loss:
+    return RecordedSettings.model_validate(evaluation.derivation.settings).loss
 
 
 def common_measure(evaluation: Artifact, champion: Artifact, is_by_prompt: bool = False) -> GateMetric:
     """Return the measure for two evaluations of pairs with the same tokens.
 
     It is the loss if both have the same scale, else the error rate. With `is_by_prompt`, a pair's value must not depend on
-    other pairs; so it is never a loss that couples the pairs of a batch.
+    other pairs. Then it is the logistic loss of the margin instead of a loss that couples the pairs of a batch.
 
     If the references differ, both error rates are over the champion's reference: a candidate with a bad reference would
     otherwise look better than it is.
     """
-    loss = RecordedSettings.model_validate(evaluation.derivation.settings).loss
-    if scale(evaluation) == scale(champion) and not (is_by_prompt and loss.depends_on_batch):
-        return GateMetric.LOSS
+    if scale(evaluation, is_by_prompt) == scale(champion, is_by_prompt):
+        is_coupled = is_by_prompt and _recorded_loss(evaluation).depends_on_batch
+        return GateMetric.LOGISTIC_LOSS if is_coupled else GateMetric.LOSS
     reference, champions_reference = (
         artifact.derivation.inputs[_REFERENCE].fingerprint for artifact in (evaluation, champion)
     )
@@ -123,6 +138,8 @@ def measure_pairs(measure: GateMetric, rows: Mapping[str, Row], champion: Mappin
     match measure:
         case GateMetric.LOSS:
             return {pair: loss(row) for pair, row in rows.items()}
+        case GateMetric.LOGISTIC_LOSS:
+            return {pair: logistic_loss(row) for pair, row in rows.items()}
         case GateMetric.ERROR_RATE:
             return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
         case GateMetric.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:

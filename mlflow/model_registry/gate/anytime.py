@@ -41,7 +41,7 @@ def prompt_differences(pairs: PairedScores) -> dict[str, float]:
 
 def choose_clip(differences: Sequence[float], metric: GateMetric, gate: Gate) -> tuple[float | None, int]:
     """Return the clip, and how many of the first differences were used to choose it. None: they do not suffice."""
-    if metric != GateMetric.LOSS:
+    if metric not in (GateMetric.LOSS, GateMetric.LOGISTIC_LOSS):
         return 1.0, 0
     if gate.clip is not None:
         return gate.clip, 0

@@ -21,13 +21,14 @@ class GateMetric(StrEnum):
     """The compared value of a pair, the lower the better. In sentences, the text of the member names its mean."""
 
     LOSS = "loss"
+    LOGISTIC_LOSS = "logistic loss of the margin"
     ERROR_RATE = "share of wrongly ranked pairs"
     ERROR_RATE_OVER_CHAMPIONS_REFERENCE = "share of pairs ranked wrongly over the champion's reference"
 
     @property
     def why(self) -> str:
         match self:
-            case GateMetric.LOSS:
+            case GateMetric.LOSS | GateMetric.LOGISTIC_LOSS:
                 return ""
             case GateMetric.ERROR_RATE:
                 return "the champion was evaluated with another loss or template, so losses cannot be compared; "
