@@ -198,7 +198,7 @@ class _Planner:
             return {}
         fresh = [len(fresh_rows(self.pipeline, self.services.store, found, rows)) for found in contestants.all]
         is_any = bool(fresh and fresh[0])
-        return {"new_pairs": fresh[0] if is_any else 0, "policies": sum(map(bool, fresh)) if is_any else 0}
+        return {"pairs": fresh[0] if is_any else 0, "policies": sum(map(bool, fresh)) if is_any else 0}
 
 
 def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -219,9 +219,7 @@ def _describe_work(asset: PlannedAsset) -> str | None:
             return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
         case AssetName.PREQUENTIAL_EVALUATION:
             return (
-                f"score {work['new_pairs']:,} new pairs with {work['policies']} policies"
-                if work.get("policies")
-                else None
+                f"score {work['pairs']:,} new pairs with {work['policies']} policies" if work.get("policies") else None
             )
         case AssetName.POLICY:
             return f"train {_steps(work)}"
