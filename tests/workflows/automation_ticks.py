@@ -11,7 +11,8 @@ from workflows.orchestration.resources import services
 from workflows.recipes.discovery import load_recipe
 
 OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
-ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph
+# In the order of the graph.
+ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs", "prequential_evaluation")
 BELOW_POLICY = {"policy", "evaluation", "released_model"}
 BELOW_ROWS = {*ABOVE_POLICY, *BELOW_POLICY}
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import training.contract.identity.software
 from assets.pipeline.graph import GRAPH
+from training.contract.protocol import prequential as prequential_settings
 from training.contract.protocol import settings as settings_models
 from training.contract.store import logprob_cache
 
@@ -88,7 +89,7 @@ def code_version(asset: str, version: str = "another") -> Edit:
 
 def another_scoring(sandbox: Sandbox) -> None:
     """Change the version of scoring wherever it was imported, as a release with another forward pass does."""
-    for module in (logprob_cache, settings_models):
+    for module in (logprob_cache, prequential_settings, settings_models):
         sandbox.patch.setattr(module, "SCORING_VERSION", "another")
 
 

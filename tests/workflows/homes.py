@@ -134,7 +134,8 @@ def check_values(message: object, *values: object) -> None:
     assert [value for value in map(str, values) if value not in str(message)] == [], message
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, position: int | None = None) -> None:
+    """Flip a bit of the byte at `position`, by default in the middle."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if position is None else position] ^= 1
     path.write_bytes(content)

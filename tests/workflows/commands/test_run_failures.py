@@ -52,14 +52,22 @@ def folder(tmp_path) -> Path:
 
 
 def run(
-    folder, services, asset: str | None, fraction=0.1, model="./base", sft=None, training=None, limit=0.05
+    folder,
+    services,
+    asset: str | None,
+    fraction=0.1,
+    model="./base",
+    sft=None,
+    training=None,
+    limit=0.05,
+    gate="anytime",
 ) -> RunReport:
     data = {"validation_fraction": fraction, "max_quarantined": limit}
     attributes = {
         "data": {"sources": [{"path": "preferences.jsonl"}], **data},
         "reference": {"model": model, "sft": sft},
         "training": training or {},
-        "release": {"model_name": "split"},
+        "release": {"model_name": "split", "gate": {"type": gate}},
         "compute": {"device": "cpu"},
     }
     with dg.DagsterInstance.ephemeral() as instance:
@@ -291,7 +299,7 @@ class Overtaken(Registry):
 def test_candidate_is_compared_with_the_champion_at_promotion(folder, services):
     """The evaluations of champions of other homes or programs are missing here: the message names the remedy.
 
-    By hand: without one the candidate is promoted, but for another that came meanwhile and has the same losses.
+    By hand: without one the candidate is promoted, but for another that came meanwhile and has the same policy.
     """
     client, elsewhere = connect(services.registry.tracking_uri), "f" * 64
     client.create_registered_model("split")
@@ -313,7 +321,7 @@ def test_candidate_is_compared_with_the_champion_at_promotion(folder, services):
     registry = Overtaken(services.registry.tracking_uri, services.home / "mlflow" / "downloads")
     report = run(folder, replace(services, registry=registry), None, 0.6)
     assert report.succeeded and report.is_champion is False
-    assert " the same as the champion's" in report.reasons
+    assert report.reasons == "its policy is the champion's"
     assert registry.champion("split").number == int(report.model_version) + 2
 
 
@@ -359,7 +367,7 @@ def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, service
     registry = Restarting(services.registry.tracking_uri, services.home / "mlflow" / "downloads")
     champion = registry.champion("split")
     other = replace(services_in(tmp_path / "other"), tracker=services.tracker, registry=registry)
-    report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}})
+    report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}}, gate="ladder")
     assert report.succeeded
     fetched = other.store.open("evaluation", champion.fingerprint_of("evaluation"))
     own = services.store.open("evaluation", fetched.fingerprint)

@@ -84,14 +84,16 @@ def comparison(baseline: Baseline, reports: list[RunReport]) -> Comparison:
 
 def test_a_variant_has_to_score_nothing(planned: dict[str, Any]):
     assert planned["reference_logprobs"].work["missing"] == 0
-    assert {name for name, a in planned.items() if a.action == "compute"} == {"policy", "evaluation", "released_model"}
+    own = {"prequential_evaluation", "policy", "evaluation", "released_model"}
+    assert {name for name, a in planned.items() if a.action == "compute"} == own
+    assert planned["prequential_evaluation"].work == {"pairs": 0, "policies": 0}
 
 
 def test_what_a_variant_shares_is_reused(reports: list[RunReport]):
-    """The planned variant's specs exist already: a plan makes cheap artifacts."""
+    """The planned variant's specs exist already: a plan makes cheap artifacts. Arriving pairs belong to a recipe."""
     assert all(report.succeeded for report in reports)
     computed = [{a.asset for a in report.assets if a.outcome == "computed"} for report in reports]
-    made = {"evaluation", "released_model"}
+    made = {"prequential_evaluation", "evaluation", "released_model"}
     assert computed == [made | {"policy"}, made | {"evaluation_spec"}]
 
 
@@ -224,7 +226,9 @@ def test_missing_evaluation_is_noted_and_the_others_are_compared(baseline: Basel
 def test_gate_compares_losses_of_one_scale_only(
     baseline: Baseline, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
 ):
-    """Longer samples change no loss of a pair. Another beta is another scale, so wrongly ranked pairs are counted.
+    """The gate is `ladder`: its decision names the compared pairs.
+
+    Longer samples change no loss of a pair. Another beta is another scale, so wrongly ranked pairs are counted.
 
     In another template no pair keeps its tokens, or too few do, but messages still identify the pair.
     So all held-out pairs are compared in each case, and the error rate is one minus the evaluation's accuracy. After a
@@ -233,7 +237,8 @@ def test_gate_compares_losses_of_one_scale_only(
     name = PLAIN["release"]["model_name"]
     champion = baseline.services.registry.champion(name)
     folder = Path(shutil.copytree(baseline.folders["sweep"], tmp_path / "sweep"))
-    edit(edits.Sandbox(folder, baseline.home, monkeypatch))
+    ladder = edits.field("release.gate", {"type": "ladder"})
+    edits.both(edit, ladder)(edits.Sandbox(folder, baseline.home, monkeypatch))
     loaded = load_recipe(folder)
     try:
         assert materialize(loaded, baseline.services, baseline.instance).succeeded

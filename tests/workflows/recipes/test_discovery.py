@@ -40,13 +40,22 @@ EXPECTED = {
     "tokenized_pairs": ("data", {"raw_preferences", "tokenization_spec"}, False),
     "reference_model": ("reference", {"base_model", "tokenized_pairs"}, True),
     "reference_logprobs": ("reference", {"tokenized_pairs", "reference_model"}, True),
-    "policy": ("training", {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"}, True),
+    "prequential_evaluation": ("evaluation", {"raw_preferences", "tokenized_pairs", "reference_logprobs"}, True),
+    "policy": (
+        "training",
+        {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec", "prequential_evaluation"},
+        True,
+    ),
     "evaluation": (
         "evaluation",
         {"policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"},
         True,
     ),
-    "released_model": ("release", {"policy", "evaluation", "tokenization_spec", "release_spec"}, False),
+    "released_model": (
+        "release",
+        {"policy", "evaluation", "tokenization_spec", "release_spec", "prequential_evaluation"},
+        False,
+    ),
 }
 
 
