@@ -1,7 +1,7 @@
 """Body of `prequential_evaluation`: policies score the pairs that arrived since their training, before they are trained on.
 
-Pairs arrive once. The first materialization for some rows decides which policies score them, whoever is champion later: later
-hypotheses count later pairs only. So the key of the asset has the rows, and a record leads from it to the scores.
+Pairs arrive once. The first materialization for some rows decides which policies score them. Later hypotheses count later pairs
+only. So the key of the asset has the rows, and a record leads from it to the scores.
 """
 
 from dataclasses import dataclass, replace

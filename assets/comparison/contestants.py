@@ -134,7 +134,7 @@ def _check_reference(store: Store, reference: str, base_model: str) -> None:
 
 
 def _seen_pairs(store: Store, policy: Derivation) -> Iterator[str]:
-    """Yield the pairs that a policy was trained or judged on, and those of its reference model if that was tuned."""
+    """Yield the pairs of a policy's training and evaluation, then the pairs on which its reference model was tuned, if any."""
     yield policy.inputs[AssetName.TOKENIZED_PAIRS].fingerprint
     reference = _derivation(store, AssetName.REFERENCE_MODEL, policy.inputs[AssetName.REFERENCE_MODEL].fingerprint)
     if (tuned := reference.inputs.get(AssetName.TOKENIZED_PAIRS)) is not None:

@@ -1,8 +1,8 @@
 """The `prequential` job: test, then train. Policies score the pairs that arrived after their training.
 
-1. For each policy, find the fresh pairs: neither their prompts nor their sequences are in its training data or its held-out
-   pairs, nor in those of its ancestors. Prompts are compared by messages; sequences by tokens, because a template may write the
-   same tokens for two messages.
+1. For each policy, find the fresh pairs. Their prompts and their sequences are missing from the training data and the held-out
+   pairs of the policy and of its ancestors. Prompts are compared by messages. Sequences are compared by tokens, because a
+   template may write the same tokens for two messages.
 2. Score their sequences with the policy and its reference model, through the log-prob cache: each sequence once, ever. So a
    killed job loses half a minute, and new pairs cost what they cost.
 3. On rank 0, compute the losses with the policy's own loss, and write one row for each policy and pair.

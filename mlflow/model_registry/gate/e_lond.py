@@ -5,9 +5,10 @@ reaches 1 / level, with
 
     level = alpha * gamma(number) * (1 + promotions so far)
 
-The gammas sum to 1. Then the expected share of false promotions among all promotions (the false discovery rate) is at most
-alpha, at any time and under any dependence of the hypotheses: a false promotion by hypothesis t adds at most
-level / (1 + promotions before) times its expected evidence, so alpha * gamma(t) times at most 1.
+The gammas sum to 1. Then the expected share of false promotions among all promotions, the false discovery rate, is at most
+alpha at any time. The hypotheses may depend on each other. Proof: a false promotion by hypothesis t adds at most level /
+(1 + promotions before) times its evidence to that share. The first factor is alpha * gamma(t), and the expected evidence is at
+most 1.
 
     Xu and Ramdas 2024, "Online multiple testing with e-values" (arXiv 2311.06412)
 """

@@ -1,5 +1,9 @@
 """The release of a recipe with `evaluation.disclosure: votes`: two figures, and no exact one anywhere."""
 
+from typing import Any
+
+import pytest
+
 from model_registry.files import local_path
 from tests.workflows.disclosure.shown_texts import held_out_numbers, held_out_texts, leaks, shown_texts
 from tests.workflows.disclosure.voted_home import meter_lines, run
@@ -9,8 +13,10 @@ from training.contract.protocol.votes import ACCURACY_VOTES, WIN_VOTES
 TAG = "pedigree.win_votes"
 
 
-def test_release_shows_two_figures_and_nothing_else(baseline: Baseline) -> None:
-    report = run(baseline, training={"seed": 3})
+@pytest.mark.parametrize("gate", ["ladder", "anytime"])
+def test_release_shows_two_figures_and_nothing_else(baseline: Baseline, gate: str) -> None:
+    edited: dict[str, dict[str, Any]] = {"training": {"seed": 3}, "release": {"gate": {"type": gate}}}
+    report = run(baseline, **edited)
     assert list(report.metrics) == [ACCURACY_VOTES, WIN_VOTES] and report.gate == {}
     hidden = held_out_numbers(baseline, "plain") | held_out_texts(baseline, "plain")
     assert leaks(shown_texts(baseline, "plain", report), hidden) == set()
@@ -23,7 +29,7 @@ def test_release_shows_two_figures_and_nothing_else(baseline: Baseline) -> None:
     files = local_path(version.source)
     assert files is not None and {path.name for path in files.iterdir()} >= {"model", "lineage.json"}
     assert not (files / "evaluation").exists() and f"{accuracy:.2f}" in (files / "model" / "README.md").read_text()
-    assert run(baseline, training={"seed": 3}).metrics == report.metrics
+    assert run(baseline, **edited).metrics == report.metrics
 
 
 def test_another_version_of_the_same_evaluation_reuses_its_win(baseline: Baseline) -> None:
