@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from pydantic import ValidationError
+
 from model_registry.connection import Connection
 from model_registry.gate.e_lond import level
 from model_registry.gate.scores import GateMetric
+from training.contract.errors import RegistryError
 from training.contract.store.artifact_kind import StoredModel
 
 _TAG = "pedigree.hypothesis."
 # A database keeps 5,000 characters of a tag.
-MOST_BETS = 16
+MOST_BETS = 12
 
 
 class State(StrEnum):
@@ -109,7 +112,7 @@ class Ledger:
         """Raise RegistryError."""
         with connection.reading(f"read the gate's ledger of {name}") as records:
             tags = records.model_tags(name)
-        entries = [Hypothesis.model_validate_json(value) for tag, value in tags.items() if tag.startswith(_TAG)]
+        entries = [_parse(name, tag, value) for tag, value in tags.items() if tag.startswith(_TAG)]
         return cls(connection, name, sorted(entries, key=lambda entry: entry.number))
 
     def write(self, entry: Hypothesis) -> "Ledger":
@@ -140,6 +143,17 @@ class Ledger:
     def of_policy(self, policy: str) -> list[Hypothesis]:
         """Return the hypotheses about a candidate with this policy, in their order."""
         return [entry for entry in self.entries if entry.policy == policy]
+
+
+def _parse(name: str, tag: str, value: str) -> Hypothesis:
+    try:
+        return Hypothesis.model_validate_json(value)
+    except ValidationError as error:
+        raise RegistryError(
+            f"the tag {tag} of the registered model {name} is no entry of the gate's ledger ({error.error_count()} fields are "
+            "wrong): someone has edited it; restore it from a backup of MLflow, or delete the tag to give up this hypothesis",
+            "wrong-ledger-entry",
+        ) from error
 
 
 def now() -> str:

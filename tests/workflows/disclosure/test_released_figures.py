@@ -16,7 +16,7 @@ TAG = "pedigree.win_votes"
 @pytest.mark.parametrize("gate", ["ladder", "anytime"])
 def test_release_shows_two_figures_and_nothing_else(baseline: Baseline, gate: str) -> None:
     edited: dict[str, dict[str, Any]] = {"training": {"seed": 3}, "release": {"gate": {"type": gate}}}
-    report = run(baseline, **edited)
+    report = run(baseline, None, **edited)
     assert list(report.metrics) == [ACCURACY_VOTES, WIN_VOTES] and report.gate == {}
     hidden = held_out_numbers(baseline, "plain") | held_out_texts(baseline, "plain")
     assert leaks(shown_texts(baseline, "plain", report), hidden) == set()
@@ -29,7 +29,7 @@ def test_release_shows_two_figures_and_nothing_else(baseline: Baseline, gate: st
     files = local_path(version.source)
     assert files is not None and {path.name for path in files.iterdir()} >= {"model", "lineage.json"}
     assert not (files / "evaluation").exists() and f"{accuracy:.2f}" in (files / "model" / "README.md").read_text()
-    assert run(baseline, **edited).metrics == report.metrics
+    assert run(baseline, None, **edited).metrics == report.metrics
 
 
 def test_another_version_of_the_same_evaluation_reuses_its_win(baseline: Baseline) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mlflow import MlflowClient
 from assets.bodies.release.hypotheses import Hypotheses
 from assets.comparison.contestants import WAITING
 from model_registry.gate.history import model_history
-from model_registry.gate.ledger import Hypothesis, Ledger, State
+from model_registry.gate.ledger import MOST_BETS, Hypothesis, Ledger, State
 from tests.factories import write_inputs
 from tests.workflows import edits
 from tests.workflows.homes import check_values, flip, latest, write_recipe
@@ -24,6 +25,7 @@ from tests.workflows.in_process import Baseline
 from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.question_pairs import pairs, write_data
 from tests.workflows.state.test_truth_table import PLAIN
+from training.contract.errors import RegistryError
 from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION
 from training.contract.store.artifact import Artifact
 from workflows.commands.gc import collect
@@ -335,3 +337,39 @@ def test_votes_keep_held_out_pairs_out_of_the_evidence(home: Baseline):
     run(home, 0, 1, 2, training={"max_steps": 3}, evaluation=votes)
     assert ledger(home).entries[0].prompts > 0
     assert np.isfinite(ledger(home).entries[0].log_evidence)
+
+
+def test_edited_entry_of_the_ledger_is_refused(home: Baseline):
+    run(home, 0)
+    client = MlflowClient(home.services.registry.tracking_uri)
+    client.set_registered_model_tag("weekly", "pedigree.hypothesis.00001", '{"number": "one"}')
+    with pytest.raises(RegistryError, match=r"pedigree.hypothesis.00001 of .* weekly .*\[wrong-ledger-entry\]"):
+        ledger(home)
+
+
+def test_ledger_entry_with_all_its_bets_fits_into_a_tag(home: Baseline):
+    """A database keeps 5,000 characters."""
+    run(home, 0)
+    run(home, 0, 1)
+    entry = ledger(home).entries[0]
+    full = entry.model_copy(update={"bets": entry.bets * MOST_BETS, "reason": "x" * 100})
+    assert len(full.model_dump_json(exclude_defaults=True)) < 5000
+
+
+def test_two_recipes_of_one_model_have_their_own_candidates(home: Baseline):
+    """Both are compared with the model's champion. Each recipe tests its own candidates on its own arriving pairs."""
+    run(home, 0)
+    other = home.folders["weekly"].parent / "other"
+    shutil.copytree(home.folders["weekly"], other)
+    write_recipe(other, {**RECIPE, "training": {**TRAINING, "max_steps": 2}})
+    report = materialize(load_recipe(other), home.services, home.instance)
+    assert (report.model_version, report.is_champion) == ("3", False)
+    write_rows(other, rows_of(0, 1))
+    scored = scores(home, materialize(load_recipe(other), home.services, home.instance))
+    [candidate] = [entry for entry in ledger(home).entries if entry.candidate == 3]
+    assert {found.policy for found in scored.details.policies} == {candidate.policy, candidate.champions_policy}
+    assert [entry.recipe for entry in ledger(home).entries[:2]] == ["weekly", "other"]
+    run(home, 0, 1)
+    assert champion(home) == 2
+    again = materialize(load_recipe(other), home.services, home.instance)
+    assert again.succeeded and {entry.champion for entry in ledger(home).waiting("other")} == {2}
