@@ -282,7 +282,7 @@ def test_new_data_request_all_assets_below_once(conditions):
             asked.append(conditions.tick())
             conditions.materialize(2, asset)
     conditions.succeed(run)
-    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 8
+    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * (len(BELOW_ROWS) + 2)
 
 
 def test_manual_run_leaves_nothing_to_request(conditions):
@@ -326,7 +326,11 @@ def test_asset_in_progress_is_requested_after_its_run(conditions):
 
 
 @pytest.mark.parametrize(
-    ("made", "below"), [("reference_logprobs", set()), ("reference_model", {"reference_logprobs"})]
+    ("made", "below"),
+    [
+        ("reference_logprobs", {"prequential_evaluation"}),
+        ("reference_model", {"reference_logprobs", "prequential_evaluation"}),
+    ],
 )
 def test_asset_below_one_in_progress_waits_for_it(conditions, made, below):
     """A policy trained on the previous artifact would be trained twice. Only one of the two inputs, the table, has checks."""

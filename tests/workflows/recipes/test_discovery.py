@@ -168,6 +168,7 @@ CODE_VERSIONS = {
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
+    "prequential_evaluation": "1-4f17c7103a43",
     "policy": "1-10e93c011412",
     "evaluation": "5-10e93c011412",
     "released_model": "1-afa24be79c31",

@@ -72,11 +72,14 @@ def test_each_variant_is_a_pipeline_that_nothing_starts_by_itself(folder):
 
 
 def test_only_what_reads_the_changed_fields_has_another_code_version(folder):
-    """The loss is read by the two specs and nothing above them. The release differs by its model's name."""
+    """The loss is read by the two specs and nothing above them.
+
+    The release and the scores of arriving pairs differ by the model's name.
+    """
     own, *others = (loaded.pipeline.recipe for loaded in load_recipes(folder))
     for other in others:
         differing = {a for a, node in GRAPH.items() if node.code_version(own) != node.code_version(other)}
-        assert differing == {"training_spec", "evaluation_spec", "released_model"}
+        assert differing == {"training_spec", "evaluation_spec", "prequential_evaluation", "released_model"}
 
 
 MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
