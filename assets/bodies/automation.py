@@ -8,7 +8,7 @@ An asset is requested if all of the following hold:
     need           its latest materialization has another code version, or other data versions of inputs, than now, and the
                    user did not stop the last run that planned it, unless something changed since; or a dependency is
                    requested at this tick
-    readiness      no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
+    readiness      no input is missing, neither the asset nor a dependency is in progress, and no blocking check of a
                    dependency has failed
 
 A run stopped by the user (status CANCELED) has handled all causes older than its end. Its assets are requested again only after
@@ -34,6 +34,7 @@ from assets.execution.stopped_runs import StoppedRun, find_stops
 from assets.lineage.history import Materialization, latest_of
 from assets.pipeline.graph import GRAPH
 from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.protocol.artifacts import AssetName
 
 _Condition = dg.AutomationCondition
 _NO_RUN = "-"  # in a cursor
@@ -56,6 +57,18 @@ class _StaleOrMissing(dg.AutomationCondition[dg.AssetKey]):
             and all(latest.input_version(key) == recorded[key].fingerprint for key in node.parent_keys)
         )
         return dg.AutomationResult(context, context.get_empty_subset() if is_fresh else context.candidate_subset)
+
+
+class _NeverAnInput(dg.AutomationCondition[dg.AssetKey]):
+    """No asset is made from it; a run only makes it earlier. A home made before the asset existed lacks it."""
+
+    @property
+    def name(self) -> str:
+        return "never_an_input"
+
+    def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        is_so = context.key.path[-1] == AssetName.PREQUENTIAL_EVALUATION
+        return dg.AutomationResult(context, context.candidate_subset if is_so else context.get_empty_subset())
 
 
 class _Stopped(dg.AutomationCondition[dg.AssetKey]):
@@ -126,7 +139,7 @@ _CHANGED: dg.AutomationCondition[Any] = (
 ON_CONTENT: dg.AutomationCondition[Any] = (
     _CHANGED.since((~_CHANGED & _Condition.newly_requested()) | _Condition.initial_evaluation())
     & ((_StaleOrMissing() & ~_Stopped()) | _DEPENDENCY_REQUESTED)
-    & ~_Condition.any_deps_missing()
+    & ~_Condition.any_deps_match(_Condition.missing() & ~_Condition.will_be_requested() & ~_NeverAnInput())
     & ~_Condition.any_deps_in_progress()
     & ~_Condition.in_progress()
     & _Condition.all_deps_blocking_checks_passed()

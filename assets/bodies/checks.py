@@ -68,7 +68,7 @@ _CHECKS = {
         DISCLOSURE: "With `disclosure: votes`, all votes so far bound the bias of a figure by `evaluation.disclosure_budget`.",
     },
 }
-_WARNINGS = {ACCURACY, LEAKAGE, DIFFERENCE, DISCLOSURE}
+_WARNINGS = {FRESH, ACCURACY, LEAKAGE, DIFFERENCE, DISCLOSURE}
 
 
 def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:

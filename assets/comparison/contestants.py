@@ -11,7 +11,7 @@ from training.contract.config.loss import Loss
 from training.contract.errors import StoreError, without_code
 from training.contract.files.prompt_digests import fresh_prompts
 from training.contract.identity.fingerprint import short
-from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION, AssetName
+from training.contract.protocol.artifacts import AssetName
 from training.contract.protocol.prequential import scored_split
 from training.contract.protocol.settings import RecordedSettings
 from training.contract.store.manifest import Derivation
@@ -113,6 +113,9 @@ def _describe(store: Store, version: Version, base_model: str, entries: Sequence
     seen = list(dict.fromkeys(pairs for made in (derivation, *earlier.values()) for pairs in _seen_pairs(store, made)))
     tokenized = [_derivation(store, AssetName.TOKENIZED_PAIRS, pairs) for pairs in seen]
     rows = [made.inputs[AssetName.RAW_PREFERENCES].fingerprint for made in tokenized]
+    seen_rows = tuple(dict.fromkeys([*rows, *_rows_of_bets(store, entries)]))
+    if missing := [digest for digest in seen_rows if not store.folder(AssetName.RAW_PREFERENCES, digest).is_dir()]:
+        raise _UnscorableError(f"the rows {short(missing[0])} that it has seen are missing from this store")
     return Contestant(
         version=version,
         policy=policy,
@@ -120,7 +123,7 @@ def _describe(store: Store, version: Version, base_model: str, entries: Sequence
         spec=tokenized[0].inputs[AssetName.TOKENIZATION_SPEC].fingerprint,
         loss=RecordedSettings.model_validate(derivation.settings).loss,
         seen_pairs=tuple(seen),
-        seen_rows=tuple(dict.fromkeys([*rows, *_rows_of_bets(store, entries)])),
+        seen_rows=seen_rows,
     )
 
 
@@ -142,13 +145,15 @@ def _seen_pairs(store: Store, policy: Derivation) -> Iterator[str]:
 
 
 def _rows_of_bets(store: Store, entries: Sequence[Hypothesis]) -> Iterator[str]:
-    """Yield the rows at the start of each hypothesis about a candidate, and of its bets on arriving pairs."""
+    """Yield the rows at the start of each hypothesis about a candidate, and of the arriving pairs that it used."""
     for entry in entries:
         yield entry.rows
-        for bet in entry.bets:
-            if store.folder(PREQUENTIAL_EVALUATION.name, bet.source).is_dir():
-                made = _derivation(store, AssetName.PREQUENTIAL_EVALUATION, bet.source)
-                yield made.inputs[AssetName.RAW_PREFERENCES].fingerprint
+        for source in entry.arrivals:
+            yield (
+                _derivation(store, AssetName.PREQUENTIAL_EVALUATION, source)
+                .inputs[AssetName.RAW_PREFERENCES]
+                .fingerprint
+            )
 
 
 def _derivation(store: Store, kind: str, fingerprint: str) -> Derivation:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from assets.comparison.champion import compare_evaluations
 from assets.comparison.paired_metrics import Row, measure_pairs
-from model_registry.gate.anytime import clip_of, clipped, prompt_differences
+from model_registry.gate.anytime import LOSSES, clip_of, clipped, prompt_differences
 from model_registry.gate.betting import log_evidence
 from model_registry.gate.ledger import Hypothesis
 from model_registry.gate.scores import GateMetric, PairedScores
@@ -109,11 +109,9 @@ def evidence_problem(store: Store, entry: Hypothesis) -> str | None:
 
 
 def _differences_to_entry(store: Store, entry: Hypothesis) -> Iterator[str]:
-    if entry.held_out is not None and (used := entry.held_out.prompts_for_clip):
-        held_out = prompt_differences(held_out_scores(store, entry.held_out.evaluation, entry.held_out.champions))
-        clip = clip_of(list(held_out.values())[:used])
-        if clip is not None and not _is_close(clip, entry.clip or 0.0):
-            yield f"the clip is {clip:.6g}, its entry has {entry.clip}"
+    clip = clip_of(_differences_for_clip(store, entry))
+    if clip is not None and not _is_close(clip, entry.clip or 0.0):
+        yield f"the clip is {clip:.6g}, its entry has {entry.clip}"
     differences = bet_differences(store, entry)
     if len(differences) != entry.prompts:
         yield f"the scores are of {len(differences)} prompts, its entry has {entry.prompts}"
@@ -122,6 +120,18 @@ def _differences_to_entry(store: Store, entry: Hypothesis) -> Iterator[str]:
         yield f"the logarithm of the evidence is {evidence:.6g}, its entry has {entry.log_evidence:.6g}"
     if entry.level is not None and evidence < -math.log(entry.level) - _ROUNDING:
         yield f"the logarithm of the evidence is {evidence:.6g}; the level needs {-math.log(entry.level):.6g}"
+
+
+def _differences_for_clip(store: Store, entry: Hypothesis) -> list[float]:
+    """Return the differences that chose the clip; nothing if the recipe or the metric gave it."""
+    if entry.metric not in LOSSES:
+        return []
+    if entry.clip_source is not None:
+        return _differences_of(store, entry, entry.clip_source)
+    if entry.held_out is None or not (used := entry.held_out.prompts_for_clip):
+        return []
+    held_out = prompt_differences(held_out_scores(store, entry.held_out.evaluation, entry.held_out.champions))
+    return list(held_out.values())[:used]
 
 
 def _is_close(value: float, other: float) -> bool:

@@ -12,7 +12,7 @@ COMMANDS = {
     "compare": LazyCommand("workflows.cli.inspection", "Compare the latest evaluations side by side."),
     "gc": LazyCommand("workflows.cli.maintenance", "Find unreferenced files, and delete them with --delete."),
     "history": LazyCommand(
-        "workflows.cli.inspection", "Show all candidates of a model, with the evidence and the decision of the gate."
+        "workflows.cli.inspection", "Show every candidate of MODEL, its evidence over time, and the gate's decision."
     ),
     "init": LazyCommand("workflows.cli.init", "Write a recipe: FOLDER/defs.yaml."),
     "inspect": LazyCommand(

@@ -169,8 +169,10 @@ class GarbageCollector:
                 (kind, fingerprint) for kind in _KINDS if (fingerprint := version.fingerprint_of(kind)) is not None
             )
         for model in sorted({version.name for version in versions}):
-            for entry in Ledger.read(self._services.registry.connection, model).entries:
-                if entry.state in (State.PROMOTED, State.WAITING):
+            entries = Ledger.read(self._services.registry.connection, model).entries
+            waiting = {entry.policy for entry in entries if entry.state == State.WAITING}
+            for entry in entries:
+                if entry.state == State.PROMOTED or entry.policy in waiting:  # its earlier pairs do not count again
                     yield from _scores_of(entry)
 
     @cached_property
@@ -227,9 +229,7 @@ def _scores_of(entry: Hypothesis) -> Iterator[Reference]:
         yield AssetName.EVALUATION, entry.held_out.evaluation
         yield AssetName.EVALUATION, entry.held_out.champions
     yield AssetName.RAW_PREFERENCES, entry.rows
-    for bet in entry.bets:
-        if entry.held_out is None or bet.source != entry.held_out.evaluation:
-            yield AssetName.PREQUENTIAL_EVALUATION, bet.source
+    yield from ((AssetName.PREQUENTIAL_EVALUATION, source) for source in entry.arrivals)
 
 
 def _garbage_item(kind: str, folder: Path) -> GarbageItem:

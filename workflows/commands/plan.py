@@ -219,7 +219,9 @@ def _describe_work(asset: PlannedAsset) -> str | None:
             return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
         case AssetName.PREQUENTIAL_EVALUATION:
             return (
-                f"score {work['pairs']:,} new pairs with {work['policies']} policies" if work.get("policies") else None
+                f"score {work['pairs']:,} new pairs with {_policies(work['policies'] or 0)}"
+                if work.get("policies")
+                else None
             )
         case AssetName.POLICY:
             return f"train {_steps(work)}"
@@ -228,6 +230,10 @@ def _describe_work(asset: PlannedAsset) -> str | None:
         case AssetName.RELEASED_MODEL:
             return "decide on the release"
     return f"make {asset.asset}"
+
+
+def _policies(count: int) -> str:
+    return f"{count} {'policy' if count == 1 else 'policies'}"
 
 
 def _steps(work: Work) -> str:

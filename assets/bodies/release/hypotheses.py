@@ -15,9 +15,9 @@ from assets.bodies.release.candidate import Candidate
 from assets.bodies.release.pages import describe_promoted
 from assets.comparison.champion import score_against_champion
 from assets.comparison.contestants import WAITING
-from assets.comparison.evidence import arriving_scores, bet_differences, rows_of_evaluation
+from assets.comparison.evidence import arriving_scores, bet_differences, count_seen, rows_of_evaluation
 from assets.execution.job_log import log_message
-from model_registry.gate.anytime import Standing, choose_clip, place_bet, prompt_differences
+from model_registry.gate.anytime import Standing, choose_clip, clip_of, place_bet, prompt_differences
 from model_registry.gate.ledger import MOST_BETS, HeldOut, Hypothesis, Ledger, State, now
 from model_registry.gate.scores import Decision, PairedScores, floor_problems, values_problem
 from model_registry.model_version import DECISION_TAG, REASONS_TAG, Version
@@ -43,7 +43,8 @@ class Hypotheses:
     def settle(self, champion: Version) -> bool:
         """Bring the waiting candidates up to date: bet, restart, retire, and promote one. Return whether one was promoted."""
         for entry in self._waiting:
-            if entry.champions_policy != champion.fingerprint_of(AssetName.POLICY):
+            is_here = self.candidate.store.folder(AssetName.POLICY, entry.policy).is_dir()  # else another home's
+            if is_here and entry.champions_policy != champion.fingerprint_of(AssetName.POLICY):
                 self._restart(entry, champion)
         if (scores := self._arrived(champion)) is not None:
             for entry in self._waiting:
@@ -162,13 +163,15 @@ class Hypotheses:
                 self._note(restarted)
 
     def _arrived(self, champion: Version) -> Artifact[PrequentialDetails] | None:
-        """Return the latest scores of arriving pairs, if the champion is among their policies."""
+        """Return the latest scores of arriving pairs, if the champion is among their policies, and all prompts are fresh."""
         try:
             scores = self.candidate.context.history.find(PREQUENTIAL_EVALUATION)
         except StoreError:
             return None
         is_of_champion = scores is not None and scores.details.champion == champion.fingerprint_of(AssetName.POLICY)
-        return scores if is_of_champion else None
+        if scores is None or not is_of_champion or count_seen(self.candidate.store, scores).total():
+            return None
+        return scores
 
     def _bet(self, entry: Hypothesis, scores: Artifact[PrequentialDetails]) -> None:
         """Bet on pairs that arrived after the start, once. The first ones choose the clip if no held-out pairs could."""
@@ -180,8 +183,7 @@ class Hypotheses:
         if not differences:
             return
         if entry.clip is None:
-            clip, _ = choose_clip(differences, entry.metric, self.candidate.context.pipeline.recipe.release.gate)
-            entry = entry.model_copy(update={"clip": clip, "clip_source": scores.fingerprint})
+            entry = entry.model_copy(update={"clip": clip_of(differences), "clip_source": scores.fingerprint})
         else:
             try:
                 before = bet_differences(self.candidate.store, entry)

@@ -23,6 +23,7 @@ from model_registry.gate.ledger import Bet, Hypothesis, Ledger, now
 from model_registry.gate.scores import GateMetric, PairedScores
 from training.contract.config.release import Gate
 
+LOSSES = (GateMetric.LOSS, GateMetric.LOGISTIC_LOSS)
 CLIP_DEVIATIONS = 4
 CLIP_PROMPTS = 10  # at least; a fifth of the held-out prompts
 _LARGEST_EXPONENT = 700.0
@@ -41,7 +42,7 @@ def prompt_differences(pairs: PairedScores) -> dict[str, float]:
 
 def choose_clip(differences: Sequence[float], metric: GateMetric, gate: Gate) -> tuple[float | None, int]:
     """Return the clip, and how many of the first differences were used to choose it. None: they do not suffice."""
-    if metric not in (GateMetric.LOSS, GateMetric.LOGISTIC_LOSS):
+    if metric not in LOSSES:
         return 1.0, 0
     if gate.clip is not None:
         return gate.clip, 0

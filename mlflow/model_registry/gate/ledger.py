@@ -91,6 +91,13 @@ class Hypothesis(StoredModel):
         return self.bets[-1].log_evidence if self.bets else 0.0
 
     @property
+    def arrivals(self) -> list[str]:
+        """The fingerprints of the scores of arriving pairs that chose the clip or were bet on."""
+        held_out = None if self.held_out is None else self.held_out.evaluation
+        used = [self.clip_source, *(bet.source for bet in self.bets)]
+        return [source for source in used if source is not None and source != held_out]
+
+    @property
     def prompts(self) -> int:
         """The number of prompts bet on."""
         return sum(bet.prompts for bet in self.bets)

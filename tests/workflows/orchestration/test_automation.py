@@ -412,3 +412,20 @@ def test_sensor_without_on_change_requests_nothing(tmp_path):
     assert (sensor.name, sensor.targets) == ("small_status_sensor", [])
     graph = definitions.resolve_asset_graph()
     assert all(graph.get(key).automation_condition is None for key in graph.get_all_asset_keys())
+
+
+def test_home_made_before_the_scores_of_arriving_pairs_goes_on(tmp_path):
+    """No asset is made of `prequential_evaluation`, which it lacks. So all assets below an edited field are requested."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        for asset in GRAPH:
+            made_of = conditions.made_of(asset)
+            missing = [name for name, fingerprint in made_of.items() if fingerprint is None]
+            if asset != "prequential_evaluation":
+                known = {name: value for name, value in made_of.items() if name not in missing}
+                conditions.materialize(1, asset, made_of=known)
+        assert [conditions.tick(), conditions.tick()] == [set(), set()]
+        write_recipe(conditions.folder, OTHER_BETA)
+        requested = conditions.tick()
+        assert {"training_spec", "policy", "evaluation", "released_model"} <= requested
+        assert conditions.tick() == set()

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
 from assets.bodies.release.hypotheses import Hypotheses
 from assets.comparison.contestants import WAITING
+from assets.comparison.evidence import evidence_problem
 from model_registry.gate.history import model_history
 from model_registry.gate.ledger import MOST_BETS, Hypothesis, Ledger, State
 from tests.factories import write_inputs
@@ -334,9 +334,13 @@ def test_votes_keep_held_out_pairs_out_of_the_evidence(home: Baseline):
     splits = pd.read_parquet(rows.file("preferences.parquet"))["split"]
     table = pd.read_parquet(first.file("scores.parquet"))
     assert set(splits[table["row"]]) == {"train"}
-    run(home, 0, 1, 2, training={"max_steps": 3}, evaluation=votes)
-    assert ledger(home).entries[0].prompts > 0
-    assert np.isfinite(ledger(home).entries[0].log_evidence)
+    second = pd.read_parquet(
+        scores(home, run(home, 0, 1, 2, training={"max_steps": 3}, evaluation=votes)).file("scores.parquet")
+    )
+    bet_on = set(second["prompt"][second["policy"] == entry.policy])
+    assert bet_on and not bet_on & set(table["prompt"]), "prompts that chose the clip are not bet on"
+    assert ledger(home).entries[0].prompts == len(bet_on)
+    assert evidence_problem(home.services.store, ledger(home).entries[0]) is None
 
 
 def test_edited_entry_of_the_ledger_is_refused(home: Baseline):
