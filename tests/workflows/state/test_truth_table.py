@@ -263,6 +263,8 @@ TABLE: dict[str, Row] = {
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
+    "disclosure": Row(field("evaluation.disclosure", "votes"), NEW_EVALUATION, 0),
+    "disclosure_budget": Row(field("evaluation.disclosure_budget", 0.2), NOTHING),
     "model_name": Row(field("release.model_name", "another"), ".. .... .. .. c ..C", 0),
     "eos_tokens, none of which an answer of two tokens has": Row(
         field("release.eos_tokens", ["<|user|>"]), ".. ..CC .. .. . .cC", 0
