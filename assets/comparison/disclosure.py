@@ -77,7 +77,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class DisclosureLog:
     """The lines of a recipe and its variants. `family`: the name of the recipe's folder."""
 
     home: Path
@@ -144,18 +144,18 @@ class Ledger:
 class _Overlap:
     """Which held-out pairs share a prompt with the current ones."""
 
-    ledger: Ledger
+    log: DisclosureLog
     current: str
 
     @cached_property
     def _prompts(self) -> npt.NDArray[np.uint64] | None:
-        return self.ledger.prompts(self.current)
+        return self.log.prompts(self.current)
 
     def with_current(self, held_out: str) -> bool:
         """Unknown prompts count as shared."""
         if held_out == self.current:
             return True
-        earlier = self.ledger.prompts(held_out)
+        earlier = self.log.prompts(held_out)
         return earlier is None or self._prompts is None or bool(np.isin(earlier, self._prompts).any())
 
 

@@ -7,7 +7,7 @@ decision is shown without them.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from assets.comparison.disclosure import Disclosed, Ledger, Meter
+from assets.comparison.disclosure import Disclosed, DisclosureLog, Meter
 from assets.execution.asset_context import AssetContext
 from assets.pipeline.pipeline import Pipeline
 from model_registry.gate.scores import Decision, PairedScores, count_prompts
@@ -48,10 +48,10 @@ def record_evaluation(context: AssetContext, evaluation: Artifact[EvaluationDeta
         _record(context, pairs, of=latest.fingerprint, figure="exact")
     if details.accuracy_votes is None:
         held_out = _record(context, pairs, of=evaluation.fingerprint, figure="exact")
-        return ledger_of(context).meter(held_out, max(1, details.independent_pairs))
+        return log_of(context).meter(held_out, max(1, details.independent_pairs))
     value, independent = details.accuracy_votes, details.independent_pairs
     held_out = _record(context, pairs, of=evaluation.fingerprint, figure="accuracy", pairs=independent, value=value)
-    return ledger_of(context).meter(held_out, independent)
+    return log_of(context).meter(held_out, independent)
 
 
 def _record(context: AssetContext, tokenized_pairs: str, **shown: object) -> str:
@@ -59,12 +59,12 @@ def _record(context: AssetContext, tokenized_pairs: str, **shown: object) -> str
     derivation = context.history.derivation(AssetName.TOKENIZED_PAIRS, tokenized_pairs)
     held_out = derivation.inputs[AssetName.RAW_PREFERENCES].fingerprint
     raw_preferences = context.services.store.open(RAW_PREFERENCES, held_out, hashes=False)
-    ledger_of(context).add(Disclosed.model_validate({**shown, "held_out": held_out}), raw_preferences)
+    log_of(context).add(Disclosed.model_validate({**shown, "held_out": held_out}), raw_preferences)
     return held_out
 
 
-def ledger_of(context: AssetContext) -> Ledger:
-    return Ledger(context.services.home, context.pipeline.family)
+def log_of(context: AssetContext) -> DisclosureLog:
+    return DisclosureLog(context.services.home, context.pipeline.family)
 
 
 def win_over_champion(
@@ -79,17 +79,17 @@ def win_over_champion(
     services, recipe = context.services, context.pipeline.recipe
     versions = services.registry.versions(recipe.release.model_name)
     rows = services.store.open(RAW_PREFERENCES, raw_preferences, hashes=False)
-    return win_by_votes(ledger_of(context), versions, evaluation, rows, pairs)
+    return win_by_votes(log_of(context), versions, evaluation, rows, pairs)
 
 
 def win_by_votes(
-    ledger: Ledger,
+    log: DisclosureLog,
     versions: Iterable[Version],
     evaluation: Artifact[EvaluationDetails],
     raw_preferences: Artifact,
     pairs: PairedScores,
 ) -> float | None:
-    """Return the candidate's win over the champion by votes. It is drawn once for each evaluation, and recorded in `ledger`.
+    """Return the candidate's win over the champion by votes. It is drawn once for each evaluation, and recorded in `log`.
 
     None without a champion or shared pairs. `versions`: all versions of the model; one with the same evaluation has the
     figure in WIN_TAG. As in the gate, pairs with leakage do not count.
@@ -100,14 +100,14 @@ def win_by_votes(
     of = evaluation.fingerprint
     same = (version for version in versions if version.fingerprint_of(AssetName.EVALUATION) == of)
     stored = next((version.tags[WIN_TAG] for version in same if WIN_TAG in version.tags), None)
-    known = ledger.win(of) if stored is None else float(stored)
+    known = log.win(of) if stored is None else float(stored)
     if known is not None:
         return known
     scores = [_win(pairs.candidate[pair], pairs.champion[pair]) for pair in shared]
     value = vote(scores, WIN_VOTES, evaluation.derivation.key)
     independent = count_prompts(shared, pairs.prompts)
     line = Disclosed(of=of, figure="win", held_out=raw_preferences.fingerprint, pairs=independent, value=value)
-    ledger.add(line, raw_preferences)
+    log.add(line, raw_preferences)
     return value
 
 

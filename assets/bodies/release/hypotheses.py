@@ -68,8 +68,8 @@ class Hypotheses:
         pairs = self._compare(evaluation, champion)
         if problems := _values_problems(pairs):
             return Decision(False, problems, figures)
-        is_first = gate.held_out_evidence and not any(entry.held_out for entry in known)
-        entry = self._start(version, evaluation, champion, pairs, is_first)
+        is_bet_on = gate.held_out_evidence and not any(entry.held_out for entry in known)
+        entry = self._start(version, evaluation, champion, pairs, is_bet_on)
         self._retire()
         return self._decision(Standing.of(entry, self.ledger), figures)
 
@@ -108,9 +108,9 @@ class Hypotheses:
         evaluation: Artifact[EvaluationDetails],
         champion: Version,
         pairs: PairedScores,
-        is_first: bool,
+        is_bet_on: bool,
     ) -> Hypothesis:
-        """Write a new hypothesis. With `is_first`, the held-out pairs that do not choose the clip are bet on.
+        """Write a new hypothesis. With `is_bet_on`, the held-out pairs that do not choose the clip are bet on.
 
         With votes, exact differences of held-out pairs stay hidden: arriving pairs choose the clip.
         """
@@ -134,7 +134,7 @@ class Hypotheses:
             rows=self.candidate.context.history.fingerprint(AssetName.RAW_PREFERENCES),
             started=now(),
         )
-        if is_first and clip is not None and (bets := differences[used:]):
+        if is_bet_on and clip is not None and (bets := differences[used:]):
             needed = Standing.of(entry, self.ledger).needed
             entry = place_bet(entry, bets, evaluation.fingerprint, len(bets), needed)
         self.ledger = self.ledger.write(entry)
@@ -151,7 +151,13 @@ class Hypotheses:
             else:
                 self._end(entry, State.SUPERSEDED, "the user made it champion")
             return
+        self._start_next(entry, champion, policy)
         self._end(entry, State.SUPERSEDED, f"version {champion.number} is champion now")
+
+    def _start_next(self, entry: Hypothesis, champion: Version, champions_policy: str) -> None:
+        """Start the candidate's next hypothesis, before the last one ends: an interrupted run loses no candidate."""
+        if any(other.champions_policy == champions_policy for other in self._waiting if other.policy == entry.policy):
+            return  # such a run had started it
         version = self._version(entry)
         evaluation = None if version is None else self._evaluation(version)
         if version is None or evaluation is None:
@@ -159,8 +165,7 @@ class Hypotheses:
         elif self.candidate.registry.rolled_back(version) is None:
             pairs = self._compare(evaluation, champion)
             if not _values_problems(pairs):
-                restarted = self._start(version, evaluation, champion, pairs, is_first=False)
-                self._note(restarted)
+                self._note(self._start(version, evaluation, champion, pairs, is_bet_on=False))
 
     def _arrived(self, champion: Version) -> Artifact[PrequentialDetails] | None:
         """Return the latest scores of arriving pairs, if the champion is among their policies, and all prompts are fresh."""

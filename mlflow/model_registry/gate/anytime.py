@@ -127,7 +127,7 @@ class Standing:
             f"the champion (hypothesis {entry.number})"
         )
         if not entry.bets:
-            return f"{text}, on no prompt yet"
+            return f"{text}, on no prompt yet; pairs that arrive will test it"
         last = entry.bets[-1]
         comparison = "lower" if last.mean >= 0 else "higher"
         low, high = (last.low, last.high) if last.mean >= 0 else (-last.high, -last.low)

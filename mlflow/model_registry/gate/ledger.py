@@ -157,8 +157,9 @@ def _parse(name: str, tag: str, value: str) -> Hypothesis:
         return Hypothesis.model_validate_json(value)
     except ValidationError as error:
         raise RegistryError(
-            f"the tag {tag} of the registered model {name} is no entry of the gate's ledger ({error.error_count()} fields are "
-            "wrong): someone has edited it; restore it from a backup of MLflow, or delete the tag to give up this hypothesis",
+            f"the tag {tag} of the registered model {name} does not hold an entry of the gate's ledger: "
+            f"{error.error_count()} fields are wrong. Somebody has edited the tag. Restore it from a backup of MLflow. Or "
+            "delete it, which gives up this hypothesis",
             "wrong-ledger-entry",
         ) from error
 

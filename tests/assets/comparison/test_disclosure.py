@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from assets.comparison.disclosure import Disclosed, Ledger, Meter
+from assets.comparison.disclosure import Disclosed, DisclosureLog, Meter
 from tests import factories
 from tests.workflows.homes import check_error
 from training.contract.errors import StoreError
@@ -39,47 +39,47 @@ def shown(of: str, rows: Artifact[Any], figure: str = "accuracy", **fields: Any)
 
 def test_meter_adds_the_votes_of_all_evaluations_with_their_own_number_of_pairs(tmp_path: Path) -> None:
     """400 / 200 for an accuracy; the win not drawn yet counts the same, the drawn one 400 / 100."""
-    ledger, rows = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab")
-    ledger.add(shown("one", rows, pairs=200, value=0.5), rows)
-    assert ledger.meter(rows.fingerprint, 200) == Meter(4.0, 200)
-    ledger.add(shown("one", rows, "win", pairs=100, value=0.25), rows)
-    assert ledger.meter(rows.fingerprint, 200) == Meter(6.0, 200)
+    log, rows = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab")
+    log.add(shown("one", rows, pairs=200, value=0.5), rows)
+    assert log.meter(rows.fingerprint, 200) == Meter(4.0, 200)
+    log.add(shown("one", rows, "win", pairs=100, value=0.25), rows)
+    assert log.meter(rows.fingerprint, 200) == Meter(6.0, 200)
     more = rows_of(tmp_path, "abc")
-    ledger.add(shown("two", more, pairs=400, value=0.5), more)
-    found = ledger.meter(more.fingerprint, 400)
+    log.add(shown("two", more, pairs=400, value=0.5), more)
+    found = log.meter(more.fingerprint, 400)
     assert found == Meter(8.0, 400) and found.bound == pytest.approx(0.1)
-    assert ledger.win("one") == 0.25 and ledger.win("two") is None
+    assert log.win("one") == 0.25 and log.win("two") is None
 
 
 def test_only_held_out_pairs_with_an_earlier_prompt_count(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, "demo")
+    log = DisclosureLog(tmp_path, "demo")
     old, partly, new = rows_of(tmp_path, "ab"), rows_of(tmp_path, "bc"), rows_of(tmp_path, "de")
-    ledger.add(shown("one", old, "exact"), old)
-    assert math.isinf(ledger.meter(old.fingerprint, 2).nats)
+    log.add(shown("one", old, "exact"), old)
+    assert math.isinf(log.meter(old.fingerprint, 2).nats)
     for rows, of in ((partly, "two"), (new, "three")):
-        ledger.add(shown(of, rows, pairs=400, value=0.5), rows)
-    assert math.isinf(ledger.meter(partly.fingerprint, 2).nats)
-    assert ledger.meter(new.fingerprint, 2).nats == 2.0
+        log.add(shown(of, rows, pairs=400, value=0.5), rows)
+    assert math.isinf(log.meter(partly.fingerprint, 2).nats)
+    assert log.meter(new.fingerprint, 2).nats == 2.0
     next(tmp_path.glob("disclosure/" + old.fingerprint + "*")).unlink()
-    assert math.isinf(ledger.meter(new.fingerprint, 2).nats), "unknown prompts may be shared"
+    assert math.isinf(log.meter(new.fingerprint, 2).nats), "unknown prompts may be shared"
 
 
 def test_same_figure_from_many_threads_is_one_line(tmp_path: Path) -> None:
-    ledger, rows = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab")
+    log, rows = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab")
     lines = [shown(str(number % 3), rows, pairs=10, value=0.5) for number in range(30)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda line: ledger.add(line, rows), lines))
-    assert sorted(line.of for line in ledger.lines()) == ["0", "1", "2"]
+        list(pool.map(lambda line: log.add(line, rows), lines))
+    assert sorted(line.of for line in log.lines()) == ["0", "1", "2"]
 
 
 def test_unfinished_line_is_replaced_and_damaged_line_is_refused(tmp_path: Path) -> None:
-    ledger, rows = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab")
-    ledger.add(shown("one", rows, pairs=10, value=0.5), rows)
-    with open(ledger.file, "a") as file:
+    log, rows = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab")
+    log.add(shown("one", rows, pairs=10, value=0.5), rows)
+    with open(log.file, "a") as file:
         file.write('{"of": "tw')
-    ledger.add(shown("two", rows, pairs=10, value=0.5), rows)
-    assert [json.loads(line)["of"] for line in ledger.file.read_text().splitlines()] == ["one", "two"]
-    ledger.file.write_text("{}\n" + ledger.file.read_text())
+    log.add(shown("two", rows, pairs=10, value=0.5), rows)
+    assert [json.loads(line)["of"] for line in log.file.read_text().splitlines()] == ["one", "two"]
+    log.file.write_text("{}\n" + log.file.read_text())
     with pytest.raises(StoreError) as refused:
-        ledger.meter(rows.fingerprint, 10)
-    check_error(refused.value, "corrupt-disclosure", ledger.file)
+        log.meter(rows.fingerprint, 10)
+    check_error(refused.value, "corrupt-disclosure", log.file)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from assets.comparison.disclosure import Ledger
+from assets.comparison.disclosure import DisclosureLog
 from assets.comparison.votes import WIN_TAG, undisclosed, win_by_votes, win_figure, win_tags
 from model_registry.gate.scores import Decision, GateMetric, PairedScores
 from model_registry.model_version import Version, lineage_tags
@@ -54,26 +54,26 @@ def scores(candidate: dict[str, float], champion: dict[str, float] | None, leake
 def test_win_counts_lower_values_on_shared_pairs_without_leakage(
     candidate: dict[str, float], champion: dict[str, float], leaked: str, expected: float | None, tmp_path: Path
 ) -> None:
-    ledger, rows = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab")
-    found = win_by_votes(ledger, [], evaluation(), rows, scores(candidate, champion, leaked))
-    assert (found, ledger.win(FINGERPRINT)) == (expected, expected)
+    log, rows = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab")
+    found = win_by_votes(log, [], evaluation(), rows, scores(candidate, champion, leaked))
+    assert (found, log.win(FINGERPRINT)) == (expected, expected)
 
 
 def test_equal_values_win_half_of_the_votes(tmp_path: Path) -> None:
-    ledger, rows, same = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab"), {"a": 0.5, "b": 0.5}
-    found = win_by_votes(ledger, [], evaluation(), rows, scores(same, same))
+    log, rows, same = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab"), {"a": 0.5, "b": 0.5}
+    found = win_by_votes(log, [], evaluation(), rows, scores(same, same))
     assert found is not None and 0.3 < found < 0.7
 
 
 def test_win_is_drawn_once_whatever_the_champion_is_later(tmp_path: Path) -> None:
-    ledger, rows = Ledger(tmp_path, "demo"), rows_of(tmp_path, "ab")
+    log, rows = DisclosureLog(tmp_path, "demo"), rows_of(tmp_path, "ab")
     better, worse = {"a": 0.1}, {"a": 0.9}
-    assert win_by_votes(ledger, [], evaluation(), rows, scores(better, worse)) == 1.0
-    assert win_by_votes(ledger, [], evaluation("two"), rows, scores(worse, better)) == 1.0
-    assert len(ledger.lines()) == 1
+    assert win_by_votes(log, [], evaluation(), rows, scores(better, worse)) == 1.0
+    assert win_by_votes(log, [], evaluation("two"), rows, scores(worse, better)) == 1.0
+    assert len(log.lines()) == 1
     tags = {**lineage_tags({AssetName.EVALUATION: FINGERPRINT}), WIN_TAG: "0.75"}
     versions = [Version("m", 2, "", {}), Version("m", 1, "", tags)]
-    elsewhere = Ledger(tmp_path / "other", "demo")
+    elsewhere = DisclosureLog(tmp_path / "other", "demo")
     assert win_by_votes(elsewhere, versions, evaluation(), rows, scores(worse, better)) == 0.75
 
 

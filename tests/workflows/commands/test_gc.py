@@ -138,7 +138,7 @@ def test_gc_with_a_corrupt_later_derivation_removes_nothing(checkout):
 def test_gc_keeps_lineage_and_log_prob_cache_of_a_version(checkout):
     """A Dagster instance without a single materialization, as after all records were deleted.
 
-    The artifact that says that nothing arrived is no part of the lineage, and no evidence needs it.
+    `prequential_evaluation` says that nothing has arrived. Neither the lineage nor any evidence refers to it.
     """
     shutil.rmtree(checkout.home / "records")
     with dg.DagsterInstance.ephemeral() as instance:
