@@ -35,7 +35,7 @@ _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
     AssetName.TOKENIZED_PAIRS: data.tokenized_pairs,
     AssetName.REFERENCE_MODEL: reference.reference_model,
     AssetName.REFERENCE_LOGPROBS: reference.reference_logprobs,
-    AssetName.PREQUENTIAL_EVALUATION: prequential.prequential_evaluation,
+    AssetName.PREQUENTIAL_SCORES: prequential.prequential_scores,
     "policy": policy.policy,
     "evaluation": evaluation.evaluation,
     AssetName.RELEASED_MODEL: released_model,

@@ -69,7 +69,7 @@ ARTIFACT_KINDS: dict[JobKind, str] = {
     "pairs": "tokenized_pairs",
     "sft": "reference_model",
     "reference": "reference_logprobs",
-    "prequential": "prequential_evaluation",
+    "prequential": "prequential_scores",
     "policy": "policy",
     "evaluation": "evaluation",
     "merge": "merged_policy",

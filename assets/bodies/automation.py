@@ -67,7 +67,7 @@ class _NeverAnInput(dg.AutomationCondition[dg.AssetKey]):
         return "never_an_input"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
-        is_so = context.key.path[-1] == AssetName.PREQUENTIAL_EVALUATION
+        is_so = context.key.path[-1] == AssetName.PREQUENTIAL_SCORES
         return dg.AutomationResult(context, context.candidate_subset if is_so else context.get_empty_subset())
 
 

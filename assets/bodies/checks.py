@@ -54,7 +54,7 @@ _CHECKS = {
     AssetName.REFERENCE_LOGPROBS: {
         COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
     },
-    AssetName.PREQUENTIAL_EVALUATION: {
+    AssetName.PREQUENTIAL_SCORES: {
         FRESH: "No scored prompt is in data that the policy has seen, and every score is finite.",
     },
     "policy": {

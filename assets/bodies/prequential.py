@@ -1,4 +1,4 @@
-"""Body of `prequential_evaluation`: policies score the pairs that arrived since their training, before they are trained on.
+"""Body of `prequential_scores`: policies score the pairs that arrived since their training, before they are trained on.
 
 Pairs arrive once. The first materialization for some rows decides which policies score them. Later hypotheses count later pairs
 only. So the key of the asset has the rows, and a record leads from it to the scores.
@@ -29,7 +29,7 @@ from assets.views.metadata import optional_table
 from assets.views.sentences import of_arrival
 from model_registry.connection import retry_while_unavailable
 from training.contract.identity.fingerprint import fingerprint, short
-from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION, RAW_PREFERENCES, TOKENIZED_PAIRS, AssetName
+from training.contract.protocol.artifacts import PREQUENTIAL_SCORES, RAW_PREFERENCES, TOKENIZED_PAIRS, AssetName
 from training.contract.protocol.details import PrequentialDetails
 from training.contract.protocol.prequential import ArrivalSettings, PolicyToScore, PrequentialSettings
 from training.contract.store.artifact import JobResult
@@ -38,12 +38,12 @@ from training.contract.store.manifest import Derivation
 _COLUMNS = ("policy", "version", "pairs", "prompts", "accuracy", "loss", "cache_hits", "cache_misses")
 
 
-def prequential_evaluation(context: AssetContext) -> dg.MaterializeResult:
+def prequential_scores(context: AssetContext) -> dg.MaterializeResult:
     services, log = context.services, context.dagster.log
     arrival = derive(context.asset, context.inputs(), context.settings(ArrivalSettings))
     scored, versions = _find(context, arrival), dict[str, int]()
     if scored is None:
-        report = partial(log_message, services, log, AssetName.PREQUENTIAL_EVALUATION)
+        report = partial(log_message, services, log, AssetName.PREQUENTIAL_SCORES)
         scored, versions = retry_while_unavailable(lambda: _score(context, arrival), report)
     details = scored.artifact.details
     for text in details.notes:
@@ -81,7 +81,7 @@ def _champions_figures(details: PrequentialDetails) -> dict[str, float]:
 def _find(context: AssetContext, arrival: Derivation) -> MaterializedArtifact[PrequentialDetails] | None:
     """Return the scores of these rows, if they were scored before."""
     with context.services.store.lock(context.asset, arrival.key):
-        found = find_intact(context.services, PREQUENTIAL_EVALUATION, arrival, context.dagster.log)
+        found = find_intact(context.services, PREQUENTIAL_SCORES, arrival, context.dagster.log)
     return None if found is None else _with_changes(context, MaterializedArtifact(found, reused=True))
 
 
@@ -95,7 +95,7 @@ def _score(
     tested = [found for found in contestants.all if fresh_rows(context.pipeline, services.store, found, rows)]
     if contestants.champion not in tested:
         nothing = _NothingArrived(arrival, fingerprint(context.asset, []), {"policies.json": []}, contestants.skipped)
-        return _with_changes(context, publish_resolved(services, PREQUENTIAL_EVALUATION, nothing, log)), {}
+        return _with_changes(context, publish_resolved(services, PREQUENTIAL_SCORES, nothing, log)), {}
     for text in contestants.skipped:
         log_message(services, log, context.asset, text)
     made_of = (RAW_PREFERENCES.name, TOKENIZED_PAIRS.name)
@@ -103,10 +103,10 @@ def _score(
     policies = tuple(_to_score(context, contestant, inputs) for contestant in tested)
     settings = PrequentialSettings.of(context.pipeline.recipe, tested[0].policy, policies)
     work = JobSpec("prequential", settings)
-    made = make(context.pipeline, observe_queue(context), PREQUENTIAL_EVALUATION, work, inputs, log)
+    made = make(context.pipeline, observe_queue(context), PREQUENTIAL_SCORES, work, inputs, log)
     with services.store.lock(context.asset, arrival.key), services.store.staging() as staging:
         known = JobResult(made.artifact.fingerprint, made.artifact.details, is_known=True)
-        artifact = services.store.publish(staging, arrival, known).of_kind(PREQUENTIAL_EVALUATION)
+        artifact = services.store.publish(staging, arrival, known).of_kind(PREQUENTIAL_SCORES)
     versions = {found.policy: found.version.number for found in tested}
     return _with_changes(context, replace(made, artifact=artifact)), versions
 

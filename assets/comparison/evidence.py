@@ -17,7 +17,7 @@ from training.contract.errors import StoreError
 from training.contract.files.prompt_digests import prompt_digests
 from training.contract.protocol.artifacts import (
     EVALUATION,
-    PREQUENTIAL_EVALUATION,
+    PREQUENTIAL_SCORES,
     RAW_PREFERENCES,
     TOKENIZED_PAIRS,
     AssetName,
@@ -95,7 +95,7 @@ def _differences_of(store: Store, entry: Hypothesis, source: str) -> list[float]
     if entry.held_out is not None and source == entry.held_out.evaluation:
         found = prompt_differences(held_out_scores(store, entry.held_out.evaluation, entry.held_out.champions))
         return list(found.values())[entry.held_out.prompts_for_clip :]
-    scores = store.open(PREQUENTIAL_EVALUATION, source)
+    scores = store.open(PREQUENTIAL_SCORES, source)
     found = prompt_differences(arriving_scores(scores, entry.policy, entry.champions_policy, entry.metric))
     return list(found.values())
 

@@ -138,7 +138,7 @@ _NODES: dict[AssetName, Node] = {
         reads=ScoringSettings.of,
         pool=GPU_POOL,
     ),
-    AssetName.PREQUENTIAL_EVALUATION: Node(
+    AssetName.PREQUENTIAL_SCORES: Node(
         "evaluation",
         ("pytorch", "parquet"),
         "Test, then train: the champion and the waiting candidates score the pairs that arrived since their training.",
@@ -158,7 +158,7 @@ _NODES: dict[AssetName, Node] = {
             AssetName.REFERENCE_MODEL,
             AssetName.TRAINING_SPEC,
         ),
-        after=(AssetName.PREQUENTIAL_EVALUATION,),
+        after=(AssetName.PREQUENTIAL_SCORES,),
         spec=AssetName.TRAINING_SPEC,
         pool=GPU_POOL,
     ),
@@ -184,7 +184,7 @@ _NODES: dict[AssetName, Node] = {
         "A version in the MLflow registry, and the gate's decision: a candidate becomes champion when the evidence that it is "
         "better, on held-out and on arriving pairs, reaches its level.",
         needs=(AssetName.POLICY, AssetName.EVALUATION, AssetName.TOKENIZATION_SPEC, AssetName.RELEASE_SPEC),
-        after=(AssetName.PREQUENTIAL_EVALUATION,),
+        after=(AssetName.PREQUENTIAL_SCORES,),
         reads=ReleasedModelSettings.of,
     ),
 }

@@ -1,7 +1,7 @@
 """The cost of test-then-train: `python -m benchmarks.gate.arrival_cost DATA`.
 
 Of the real pairs of rasbt, 5% are new. The champion and two waiting candidates, variants of tiny-chat, score them in one job of
-`prequential_evaluation`. The peer scores the same pairs once a policy: three jobs of `reference_logprobs` on a table of the new
+`prequential_scores`. The peer scores the same pairs once a policy: three jobs of `reference_logprobs` on a table of the new
 pairs alone. CPU-seconds include starting the processes. Exit status 1 if ours costs more.
 """
 
@@ -81,7 +81,7 @@ def prequential_job(data: Data) -> Job:
     }
     policies = [{**common, "policy": f"policy:{n}"} for n in range(POLICIES)]
     settings = {**_SCORING, "champion": "c" * 64, "policies": policies}
-    return data.runner.job("prequential", "prequential_evaluation", inputs, settings)
+    return data.runner.job("prequential", "prequential_scores", inputs, settings)
 
 
 def reference_job(data: Data, model: Path, pairs: Artifact) -> Job:

@@ -12,7 +12,7 @@ from workflows.recipes.discovery import load_recipe
 
 OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
 # In the order of the graph.
-ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs", "prequential_evaluation")
+ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs", "prequential_scores")
 BELOW_POLICY = {"policy", "evaluation", "released_model"}
 BELOW_ROWS = {*ABOVE_POLICY, *BELOW_POLICY}
 

@@ -108,7 +108,7 @@ def run(context: JobContext[PrequentialSettings]) -> JobResult[PrequentialDetail
     if not context.group.is_main:
         return JobResult()
     pq.write_table(pa.table(columns), context.job.staging / SCORES_FILE)
-    identity = fingerprint(AssetName.PREQUENTIAL_EVALUATION.value, columns)
+    identity = fingerprint(AssetName.PREQUENTIAL_SCORES.value, columns)
     return JobResult(identity, PrequentialDetails(champion=settings.champion, policies=tuple(policies)))
 
 

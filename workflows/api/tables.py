@@ -87,7 +87,7 @@ def _evaluation(_: Store, evaluation: Artifact) -> pa.Table:
     return pq.read_table(evaluation.file("pairs.parquet"))
 
 
-def _prequential_evaluation(_: Store, scores: Artifact) -> pa.Table:
+def _prequential_scores(_: Store, scores: Artifact) -> pa.Table:
     """Return one row for each policy and pair; no row and no column if nothing had arrived."""
     return pq.read_table(scores.file(SCORES_FILE)) if SCORES_FILE in scores.manifest.files else pa.table({})
 
@@ -96,7 +96,7 @@ _TABLES: dict[str, Callable[[Store, Artifact], pa.Table]] = {
     AssetName.RAW_PREFERENCES: _raw_preferences,
     AssetName.TOKENIZED_PAIRS: _tokenized_pairs,
     AssetName.REFERENCE_LOGPROBS: _reference_logprobs,
-    AssetName.PREQUENTIAL_EVALUATION: _prequential_evaluation,
+    AssetName.PREQUENTIAL_SCORES: _prequential_scores,
     AssetName.EVALUATION: _evaluation,
 }
 

@@ -229,7 +229,7 @@ def _scores_of(entry: Hypothesis) -> Iterator[Reference]:
         yield AssetName.EVALUATION, entry.held_out.evaluation
         yield AssetName.EVALUATION, entry.held_out.champions
     yield AssetName.RAW_PREFERENCES, entry.rows
-    yield from ((AssetName.PREQUENTIAL_EVALUATION, source) for source in entry.arrivals)
+    yield from ((AssetName.PREQUENTIAL_SCORES, source) for source in entry.arrivals)
 
 
 def _garbage_item(kind: str, folder: Path) -> GarbageItem:

@@ -144,7 +144,7 @@ class _Planner:
                 return {"steps": steps, **self._done(asset), "pairs": counts.train}
             case AssetName.REFERENCE_LOGPROBS:
                 return self._scoring()
-            case AssetName.PREQUENTIAL_EVALUATION:
+            case AssetName.PREQUENTIAL_SCORES:
                 return {} if is_fresh else self._arrived()
             case AssetName.POLICY:
                 return {
@@ -217,7 +217,7 @@ def _describe_work(asset: PlannedAsset) -> str | None:
         case AssetName.REFERENCE_LOGPROBS:
             again = f", and {work['compared']} again to compare" if "compared" in work else ""
             return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
-        case AssetName.PREQUENTIAL_EVALUATION:
+        case AssetName.PREQUENTIAL_SCORES:
             return (
                 f"score {work['pairs']:,} new pairs with {_policies(work['policies'] or 0)}"
                 if work.get("policies")

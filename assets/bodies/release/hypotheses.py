@@ -22,7 +22,7 @@ from model_registry.gate.ledger import MOST_BETS, HeldOut, Hypothesis, Ledger, S
 from model_registry.gate.scores import Decision, PairedScores, floor_problems, values_problem
 from model_registry.model_version import DECISION_TAG, REASONS_TAG, Version
 from training.contract.errors import StoreError, without_code
-from training.contract.protocol.artifacts import EVALUATION, PREQUENTIAL_EVALUATION, AssetName
+from training.contract.protocol.artifacts import EVALUATION, PREQUENTIAL_SCORES, AssetName
 from training.contract.protocol.details import EvaluationDetails, PrequentialDetails
 from training.contract.store.artifact import Artifact
 
@@ -170,7 +170,7 @@ class Hypotheses:
     def _arrived(self, champion: Version) -> Artifact[PrequentialDetails] | None:
         """Return the latest scores of arriving pairs, if the champion is among their policies, and all prompts are fresh."""
         try:
-            scores = self.candidate.context.history.find(PREQUENTIAL_EVALUATION)
+            scores = self.candidate.context.history.find(PREQUENTIAL_SCORES)
         except StoreError:
             return None
         is_of_champion = scores is not None and scores.details.champion == champion.fingerprint_of(AssetName.POLICY)

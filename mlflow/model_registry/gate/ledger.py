@@ -34,7 +34,7 @@ class State(StrEnum):
 class Bet(StoredModel):
     """The evidence after one more batch of prompts. `source`: the fingerprint of the scores.
 
-    They are a `prequential_evaluation`, or the candidate's `evaluation` for held-out pairs. `mean` and its interval [`low`,
+    They are a `prequential_scores`, or the candidate's `evaluation` for held-out pairs. `mean` and its interval [`low`,
     `high`] (95%, valid at all times at once) are of all differences so far, clipped, in the unit of the metric. A positive
     difference favours the candidate. `clipped`: the share of prompts so far whose difference was clipped.
     """

@@ -36,7 +36,7 @@ def key_of(settings: dict[str, Any]) -> str:
     return short(fingerprint("settings", {k: v for k, v in settings.items() if k not in OF_THIS_MACHINE}))
 
 
-ADDED = {"prequential_evaluation"}  # assets of later versions
+ADDED = {"prequential_scores"}  # assets of later versions
 
 
 @pytest.mark.parametrize("case", GOLDEN)

@@ -53,7 +53,7 @@ class Arrival:
             "policy:1": self.folder / "policy",
             "reference_model:1": self.folder / "base",
         }
-        return self.runner.run(self.runner.job("prequential", "prequential_evaluation", inputs, settings))
+        return self.runner.run(self.runner.job("prequential", "prequential_scores", inputs, settings))
 
 
 def arrival(root: Path, new_rows: Any) -> Arrival:

@@ -138,12 +138,12 @@ def test_gc_with_a_corrupt_later_derivation_removes_nothing(checkout):
 def test_gc_keeps_lineage_and_log_prob_cache_of_a_version(checkout):
     """A Dagster instance without a single materialization, as after all records were deleted.
 
-    `prequential_evaluation` says that nothing has arrived. Neither the lineage nor any evidence refers to it.
+    `prequential_scores` says that nothing has arrived. Neither the lineage nor any evidence refers to it.
     """
     shutil.rmtree(checkout.home / "records")
     with dg.DagsterInstance.ephemeral() as instance:
         found = collect(checkout.services, instance)
-    assert {item.kind for item in found.garbage} == {"job", "prequential_evaluation"}
+    assert {item.kind for item in found.garbage} == {"job", "prequential_scores"}
 
 
 def test_gc_with_another_registry_removes_nothing(checkout):

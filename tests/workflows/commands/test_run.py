@@ -51,7 +51,7 @@ def test_policy_has_one_event_per_step(materialized):
 
 
 # A policy is not made from the scores of arriving pairs: they are made before it, so that no policy scores its own pairs.
-NOT_IN_LINEAGE = {"prequential_evaluation", "released_model"}
+NOT_IN_LINEAGE = {"prequential_scores", "released_model"}
 OUTSIDE_POLICY = {"evaluation_spec", "evaluation", "release_spec", *NOT_IN_LINEAGE}
 
 

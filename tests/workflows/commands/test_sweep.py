@@ -84,16 +84,16 @@ def comparison(baseline: Baseline, reports: list[RunReport]) -> Comparison:
 
 def test_a_variant_has_to_score_nothing(planned: dict[str, Any]):
     assert planned["reference_logprobs"].work["missing"] == 0
-    own = {"prequential_evaluation", "policy", "evaluation", "released_model"}
+    own = {"prequential_scores", "policy", "evaluation", "released_model"}
     assert {name for name, a in planned.items() if a.action == "compute"} == own
-    assert planned["prequential_evaluation"].work == {"pairs": 0, "policies": 0}
+    assert planned["prequential_scores"].work == {"pairs": 0, "policies": 0}
 
 
 def test_what_a_variant_shares_is_reused(reports: list[RunReport]):
     """The planned variant's specs exist already: a plan makes cheap artifacts. Arriving pairs belong to a recipe."""
     assert all(report.succeeded for report in reports)
     computed = [{a.asset for a in report.assets if a.outcome == "computed"} for report in reports]
-    made = {"prequential_evaluation", "evaluation", "released_model"}
+    made = {"prequential_scores", "evaluation", "released_model"}
     assert computed == [made | {"policy"}, made | {"evaluation_spec"}]
 
 

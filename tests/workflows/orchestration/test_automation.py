@@ -328,8 +328,8 @@ def test_asset_in_progress_is_requested_after_its_run(conditions):
 @pytest.mark.parametrize(
     ("made", "below"),
     [
-        ("reference_logprobs", {"prequential_evaluation"}),
-        ("reference_model", {"reference_logprobs", "prequential_evaluation"}),
+        ("reference_logprobs", {"prequential_scores"}),
+        ("reference_model", {"reference_logprobs", "prequential_scores"}),
     ],
 )
 def test_asset_below_one_in_progress_waits_for_it(conditions, made, below):
@@ -415,13 +415,13 @@ def test_sensor_without_on_change_requests_nothing(tmp_path):
 
 
 def test_home_made_before_the_scores_of_arriving_pairs_goes_on(tmp_path):
-    """No asset is made of `prequential_evaluation`, which it lacks. So all assets below an edited field are requested."""
+    """No asset is made of `prequential_scores`, which it lacks. So all assets below an edited field are requested."""
     with dg.DagsterInstance.ephemeral() as instance:
         conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
         for asset in GRAPH:
             made_of = conditions.made_of(asset)
             missing = [name for name, fingerprint in made_of.items() if fingerprint is None]
-            if asset != "prequential_evaluation":
+            if asset != "prequential_scores":
                 known = {name: value for name, value in made_of.items() if name not in missing}
                 conditions.materialize(1, asset, made_of=known)
         assert [conditions.tick(), conditions.tick()] == [set(), set()]

@@ -40,10 +40,10 @@ EXPECTED = {
     "tokenized_pairs": ("data", {"raw_preferences", "tokenization_spec"}, False),
     "reference_model": ("reference", {"base_model", "tokenized_pairs"}, True),
     "reference_logprobs": ("reference", {"tokenized_pairs", "reference_model"}, True),
-    "prequential_evaluation": ("evaluation", {"raw_preferences", "tokenized_pairs", "reference_logprobs"}, True),
+    "prequential_scores": ("evaluation", {"raw_preferences", "tokenized_pairs", "reference_logprobs"}, True),
     "policy": (
         "training",
-        {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec", "prequential_evaluation"},
+        {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec", "prequential_scores"},
         True,
     ),
     "evaluation": (
@@ -53,7 +53,7 @@ EXPECTED = {
     ),
     "released_model": (
         "release",
-        {"policy", "evaluation", "tokenization_spec", "release_spec", "prequential_evaluation"},
+        {"policy", "evaluation", "tokenization_spec", "release_spec", "prequential_scores"},
         False,
     ),
 }
@@ -168,7 +168,7 @@ CODE_VERSIONS = {
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
-    "prequential_evaluation": "1-4f17c7103a43",
+    "prequential_scores": "1-4f17c7103a43",
     "policy": "1-10e93c011412",
     "evaluation": "5-10e93c011412",
     "released_model": "1-afa24be79c31",

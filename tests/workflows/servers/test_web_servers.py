@@ -51,9 +51,11 @@ def test_dagster_shows_every_asset_fresh_with_its_checks_and_no_other_recipe(ser
     assert {node["staleStatus"] for node in nodes.values()} == {"FRESH"}
     assert all(node["assetMaterializations"] for node in nodes.values())
     checks = {c["name"]: c for node in nodes.values() for c in node["assetChecksOrError"].get("checks", [])}
-    assert len(checks) == 11
+    assert len(checks) == 13
     assert {c["executionForLatestMaterialization"]["status"] for c in checks.values()} == {"SUCCEEDED"}
     assert {name for name, c in checks.items() if not c["blocking"]} == {
+        "disclosure",
+        "fresh_and_finite",
         "held_out_accuracy_above_chance",
         "no_held_out_prompt_trained_on_before",
         "policy_differs_from_reference",

@@ -218,7 +218,7 @@ def test_artifacts_of_one_run_are_made_from_one_another(baseline: Baseline, sand
     """During the scoring of new pairs another run records the previous pairs."""
     data_lines(lambda rows: rows[:-1])(sandbox)
     outcomes = run_with_another(baseline, sandbox, "reference_logprobs")
-    scored = ("reference_logprobs", "prequential_evaluation")
+    scored = ("reference_logprobs", "prequential_scores")
     computed = {"raw_preferences", "tokenized_pairs", *scored, "policy", "evaluation", "released_model"}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"preference_source", *computed}
     pipeline = load_recipe(sandbox.folder).pipeline
@@ -568,7 +568,7 @@ def test_run_started_in_dagster_is_tagged_with_its_process(baseline: Baseline, s
 
 def test_run_with_another_recipes_policy_shows_its_own_recipe(baseline: Baseline, sandbox: Sandbox):
     """A copy under another name and for another model reuses the policy, and has its own run in MLflow."""
-    computed = {"prequential_evaluation", "released_model"}  # of this name and model
+    computed = {"prequential_scores", "released_model"}  # of this name and model
     field("release.model_name", "copied")(sandbox)
     edits.another_name(sandbox)
     report = materialize(load_recipe(sandbox.folder), baseline.services, baseline.instance)

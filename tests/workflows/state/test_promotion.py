@@ -26,7 +26,7 @@ from tests.workflows.prepared_homes import PreparedHomes
 from tests.workflows.question_pairs import pairs, write_data
 from tests.workflows.state.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
-from training.contract.protocol.artifacts import PREQUENTIAL_EVALUATION
+from training.contract.protocol.artifacts import PREQUENTIAL_SCORES
 from training.contract.store.artifact import Artifact
 from workflows.commands.gc import collect
 from workflows.commands.plan import plan
@@ -95,8 +95,8 @@ def champion(home: Baseline) -> int:
 
 
 def scores(home: Baseline, report: RunReport) -> Artifact[Any]:
-    [found] = [asset.fingerprint for asset in report.assets if asset.asset == PREQUENTIAL_EVALUATION.name]
-    return home.services.store.open(PREQUENTIAL_EVALUATION, str(found))
+    [found] = [asset.fingerprint for asset in report.assets if asset.asset == PREQUENTIAL_SCORES.name]
+    return home.services.store.open(PREQUENTIAL_SCORES, str(found))
 
 
 def evidence_by_hand(table: pd.DataFrame, entry: Hypothesis) -> float:
@@ -167,7 +167,7 @@ def test_only_pairs_that_a_policy_has_not_seen_are_scored_and_each_sequence_once
     assert (champions.hits, champions.scored) == (2 * fresh(1, 0), 2 * fresh(2, 0))
     assert (waiting.pairs, waiting.hits, waiting.scored) == (fresh(2, 0, 1), 0, 2 * fresh(2, 0, 1))
     checks = {(check.asset, check.check): check.passed for check in report.checks}
-    assert checks[PREQUENTIAL_EVALUATION.name, "fresh_and_finite"]
+    assert checks[PREQUENTIAL_SCORES.name, "fresh_and_finite"]
 
 
 def test_run_that_ends_between_two_hypotheses_loses_no_candidate(home: Baseline, monkeypatch: pytest.MonkeyPatch):
@@ -318,7 +318,7 @@ def test_champion_of_unknown_training_data_is_not_scored(home: Baseline):
     report = run(home, 0, 1, training={"max_steps": 2})
     assert scores(home, report).details.policies == ()
     pipeline = load_recipe(home.folders["weekly"]).pipeline
-    note = latest(home.instance, pipeline.key("prequential_evaluation")).metadata["notes"]
+    note = latest(home.instance, pipeline.key("prequential_scores")).metadata["notes"]
     check_values(note, "version 1 of weekly cannot be scored on arriving pairs", " missing ")
 
 

@@ -147,7 +147,7 @@ def test_changed_data(checkout):
     found = stale(checkout)
     [change] = found.pop("preference_source")
     check_values(change, "preferences.jsonl ", "160 -> 161 rows")
-    assert set(found) == {"raw_preferences", "tokenized_pairs", "prequential_evaluation", *BELOW_PAIRS}
+    assert set(found) == {"raw_preferences", "tokenized_pairs", "prequential_scores", *BELOW_PAIRS}
     assert {tuple(causes) for causes in found.values()} == {(f"preference_source: {change}",)}
 
 

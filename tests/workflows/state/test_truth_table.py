@@ -152,7 +152,7 @@ OTHER_RULES, SHIPPED = ".. C... .c .r . rrC", ".. ...C .. .. . ..C"
 #                       specs: tokenization_spec, training_spec, evaluation_spec, release_spec
 #                           data: raw_preferences, tokenized_pairs
 #                              reference: reference_model, reference_logprobs
-#                                 prequential_evaluation
+#                                 prequential_scores
 #                                   policy, evaluation, released_model
 TABLE: dict[str, Row] = {
     # Preference data

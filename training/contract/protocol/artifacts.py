@@ -32,7 +32,7 @@ class AssetName(StrEnum):
     TOKENIZED_PAIRS = "tokenized_pairs"
     REFERENCE_MODEL = "reference_model"
     REFERENCE_LOGPROBS = "reference_logprobs"
-    PREQUENTIAL_EVALUATION = "prequential_evaluation"
+    PREQUENTIAL_SCORES = "prequential_scores"
     POLICY = "policy"
     EVALUATION = "evaluation"
     RELEASED_MODEL = "released_model"
@@ -50,7 +50,7 @@ RAW_PREFERENCES = ArtifactKind(AssetName.RAW_PREFERENCES.value, RowsDetails)
 TOKENIZED_PAIRS = ArtifactKind(AssetName.TOKENIZED_PAIRS.value, PairsDetails)
 REFERENCE_MODEL = ArtifactKind(AssetName.REFERENCE_MODEL.value, ReferenceModelDetails)
 REFERENCE_LOGPROBS = ArtifactKind(AssetName.REFERENCE_LOGPROBS.value, LogProbsDetails)
-PREQUENTIAL_EVALUATION = ArtifactKind(AssetName.PREQUENTIAL_EVALUATION.value, PrequentialDetails)
+PREQUENTIAL_SCORES = ArtifactKind(AssetName.PREQUENTIAL_SCORES.value, PrequentialDetails)
 POLICY = ArtifactKind(AssetName.POLICY.value, PolicyDetails)
 EVALUATION = ArtifactKind(AssetName.EVALUATION.value, EvaluationDetails)
 MERGED_POLICY = ArtifactKind("merged_policy", Details)  # an adapter merged into its base, for a release
@@ -60,7 +60,7 @@ KINDS: dict[str, ArtifactKind] = {
     kind.name: kind
     for kind in (
         *(PREFERENCE_SOURCE, BASE_MODEL, TOKENIZATION_SPEC, TRAINING_SPEC, EVALUATION_SPEC, RELEASE_SPEC),
-        *(RAW_PREFERENCES, TOKENIZED_PAIRS, REFERENCE_MODEL, REFERENCE_LOGPROBS, PREQUENTIAL_EVALUATION),
+        *(RAW_PREFERENCES, TOKENIZED_PAIRS, REFERENCE_MODEL, REFERENCE_LOGPROBS, PREQUENTIAL_SCORES),
         *(POLICY, EVALUATION),
         *(MERGED_POLICY, RESCORED),
     )

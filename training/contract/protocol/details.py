@@ -160,7 +160,7 @@ class ScoredPolicy(StoredModel):
 
 
 class PrequentialDetails(Details):
-    """`prequential_evaluation`. `champion`: the fingerprint of its policy, if it was scored."""
+    """`prequential_scores`. `champion`: the fingerprint of its policy, if it was scored."""
 
     champion: str | None = None
     policies: tuple[ScoredPolicy, ...] = ()

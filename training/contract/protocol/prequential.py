@@ -1,4 +1,4 @@
-"""The settings of `prequential_evaluation`, of the job that scores, and the file with the scores.
+"""The settings of `prequential_scores`, of the job that scores, and the file with the scores.
 
 scores.parquet  one row for each policy and pair: the columns of an evaluation's pairs.parquet, and
                 policy (fingerprint), prompt (digest of the messages, hexadecimal)
@@ -35,7 +35,7 @@ class PolicyToScore(StrictModel):
 
 
 class ArrivalSettings(Settings):
-    """`prequential_evaluation`: the model, and the recipe whose candidates are tested. Its key has the rows besides.
+    """`prequential_scores`: the model, and the recipe whose candidates are tested. Its key has the rows besides.
 
     Pairs arrive once. So the key holds neither the policies of that moment nor the settings of scoring.
     """
@@ -82,6 +82,6 @@ def scored_split(recipe: Recipe) -> str | None:
 
 
 class RecordedPolicies(StoredModel):
-    """The policies in the derivation of a `prequential_evaluation` of any version of this project."""
+    """The policies in the derivation of a `prequential_scores` of any version of this project."""
 
     policies: tuple[PolicyToScore, ...] = ()
