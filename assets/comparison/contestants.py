@@ -150,9 +150,7 @@ def _rows_of_bets(store: Store, entries: Sequence[Hypothesis]) -> Iterator[str]:
         yield entry.rows
         for source in entry.arrivals:
             yield (
-                _derivation(store, AssetName.PREQUENTIAL_SCORES, source)
-                .inputs[AssetName.RAW_PREFERENCES]
-                .fingerprint
+                _derivation(store, AssetName.PREQUENTIAL_SCORES, source).inputs[AssetName.RAW_PREFERENCES].fingerprint
             )
 
 
